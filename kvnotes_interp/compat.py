@@ -1,0 +1,241 @@
+"""The one file that knows how transformers spells things: cache classes, argument names, module names.
+
+transformers renamed the `past_key_values` argument to `cache` in 5.24, GPT-NeoX layers still call it `layer_past`,
+and every family names its final norm differently. All of that is answered here, by reading the live model, so that a
+new spelling is one line away. Nothing here changes a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from kvnotes_interp.errors import UnsupportedError
+
+# Spellings of the cache argument of a causal LM's forward, newest first.
+_CACHE_ARGUMENTS = ("cache", "past_key_values")
+_FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+_LAYER_LISTS = ("layers", "h", "blocks")
+# Kinds of layer whose state is not one key and one value per token.
+_UNSUPPORTED_LAYERS = {
+    "linear_attention": "a linear-attention layer keeps a running state, not keys and values per token",
+    "conv": "a convolution layer keeps a running window, not keys and values per token",
+    "mamba": "a state-space layer keeps a running state, not keys and values per token",
+    "recurrent": "a recurrent layer keeps a running state, not keys and values per token",
+    "hybrid": "a hybrid layer keeps a running state beside its keys and values",
+    "indexed": "an indexed-attention layer stores a compressed index beside its keys and values",
+    "chunked_attention": "chunked attention is not modelled: a key is visible inside its chunk only",
+}
+_UNSUPPORTED_ROPE = {
+    "dynamic": "dynamic NTK changes its frequencies with the longest sequence seen",
+    "longrope": "longrope switches its frequencies at original_max_position_embeddings",
+}
+
+
+def text_config(hf: PreTrainedModel) -> Any:
+    """The config of the language model itself (multimodal models nest it)."""
+    return hf.config.get_text_config(decoder=True)
+
+
+def decoder(hf: PreTrainedModel) -> nn.Module:
+    """The module that embeds, runs the layers and applies the final norm (no unembedding)."""
+    found = hf.get_decoder()
+    if found is None or found is hf:
+        found = hf.base_model
+    inner = getattr(found, "language_model", None)
+    return inner if isinstance(inner, nn.Module) else found
+
+
+def layers(hf: PreTrainedModel) -> Sequence[nn.Module]:
+    """The decoder layers in order."""
+    body = decoder(hf)
+    for name in _LAYER_LISTS:
+        found = getattr(body, name, None)
+        if isinstance(found, nn.ModuleList):
+            return list(found)[: text_config(hf).num_hidden_layers]
+    raise UnsupportedError(f"{type(hf).__name__}: no list of decoder layers found under any of {_LAYER_LISTS}.")
+
+
+def final_norm(hf: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the unembedding."""
+    body = decoder(hf)
+    for name in _FINAL_NORMS:
+        found = getattr(body, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise UnsupportedError(f"{type(hf).__name__}: no final norm found under any of {_FINAL_NORMS}.")
+
+
+def attention_module(layer: nn.Module) -> nn.Module:
+    """The attention module of one decoder layer: the child that knows its `layer_idx`."""
+    for name in ("self_attn", "attention", "attn", "self_attention"):
+        found = getattr(layer, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise UnsupportedError(f"{type(layer).__name__}: no attention module found.")
+
+
+def rotary_modules(hf: PreTrainedModel) -> list[nn.Module]:
+    """Modules that hold rotary inverse frequencies (`inv_freq`, or `<layer_type>_inv_freq`)."""
+    return [m for m in decoder(hf).modules() if any(n.endswith("inv_freq") for n, _ in m.named_buffers(recurse=False))]
+
+
+def modeling_function(hf: PreTrainedModel, name: str) -> Any:
+    """A module-level function of the file that defines this model (`rotate_half`), or None."""
+    return getattr(sys.modules[type(decoder(hf)).__module__], name, None)
+
+
+# --- caches ----------------------------------------------------------------------------------------------------------
+
+
+def cache_argument(module: nn.Module) -> str:
+    """The name under which this module's forward takes a cache."""
+    names = inspect.signature(module.forward).parameters
+    for name in _CACHE_ARGUMENTS:
+        if name in names:
+            return name
+    raise UnsupportedError(
+        f"{type(module).__name__}.forward takes none of {_CACHE_ARGUMENTS}; its cache cannot be supplied."
+    )
+
+
+def new_cache(keys: Sequence[Tensor] = (), values: Sequence[Tensor] = ()) -> Cache:
+    """A fresh transformers cache over the given tensors, which are shared and never written to.
+
+    A *plain* DynamicCache is used on purpose, also for sliding-window models: every layer then keeps every position
+    and the mask alone applies the window, so that a slot means the same token in every layer. `DynamicLayer.update`
+    concatenates into new tensors, so the parent's tensors stay as they were.
+    """
+    cache = DynamicCache()
+    for key, value in zip(keys, values, strict=True):
+        layer = DynamicLayer()
+        layer.lazy_initialization(key, value)
+        layer.keys, layer.values = key, value
+        cache.layers.append(layer)
+    return cache
+
+
+def read_cache(cache: Cache) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Keys and values per layer `[batch kv_head pos d_head]` of a transformers cache, refusing other kinds by name."""
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is not DynamicLayer:
+            raise UnsupportedError(
+                f"layer {index} of the cache is a {type(layer).__name__}; only plain per-token keys and values "
+                "(DynamicLayer) can be read. Quantised, static and sliding caches are refused: run the prompt "
+                "through engine.prefill instead."
+            )
+    return tuple(layer.keys for layer in cache.layers), tuple(layer.values for layer in cache.layers)
+
+
+class PassThroughCache(DynamicCache):
+    """A cache that keeps nothing: attention sees only the new tokens' keys and values.
+
+    The base's keys and values are supplied by the attention function itself (see `attention.py`), once for all rows.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+# --- running -----------------------------------------------------------------------------------------------------
+
+
+def forward(
+    hf: PreTrainedModel, token_ids: Int[Tensor, "batch pos"], cache: Cache, positions: Int[Tensor, " pos"]
+) -> Float[Tensor, "batch pos d_model"]:
+    """One pass over `token_ids` on top of `cache`, which grows; returns the hidden states after the final norm.
+
+    A cache object is always handed in: without one, transformers takes a gap in `positions` for packed sequences and
+    cuts the attention there.
+    """
+    body = decoder(hf)
+    out = body(
+        input_ids=token_ids,
+        position_ids=positions.to(token_ids.device)[None].expand(token_ids.shape[0], -1),
+        attention_mask=None,
+        use_cache=True,
+        **{cache_argument(body): cache},
+    )
+    return out.last_hidden_state
+
+
+def replay_arguments(kwargs: dict[str, Any], cache: Cache) -> dict[str, Any]:
+    """The recorded keyword arguments of a decoder layer, with whatever cache they held replaced by `cache`."""
+    return {name: cache if isinstance(value, Cache) else value for name, value in kwargs.items()}
+
+
+def unembed(
+    hf: PreTrainedModel, hidden: Float[Tensor, "*rows d_model"], token_ids: Tensor | None = None
+) -> Float[Tensor, "*rows token"]:
+    """Logits of the named tokens (all when None) from final, normed hidden states, in at least float32.
+
+    A bf16 logit row is quantised in steps of 0.06 to 0.13 where logits live, so only the rows asked for are multiplied
+    and they are multiplied in float32. Output scaling and soft-capping follow the model's own head.
+    """
+    head = hf.get_output_embeddings()
+    if head is None:
+        raise UnsupportedError(f"{type(hf).__name__} has no output embeddings: it is not a causal language model.")
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if token_ids is not None:
+        index = token_ids.to(weight.device)
+        weight, bias = weight[index], None if bias is None else bias[index]
+    logits = hidden.to(weight.device, dtype) @ weight.to(dtype).mT
+    if bias is not None:
+        logits = logits + bias.to(dtype)
+    config = text_config(hf)
+    if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
+        logits = logits * scale
+    if (scale := getattr(config, "logits_scaling", None)) is not None:  # Granite
+        logits = logits / scale
+    if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma-2
+        logits = cap * torch.tanh(logits / cap)
+    return logits
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+def rope_types(hf: PreTrainedModel) -> set[str]:
+    """The rotary types that this model's config names (`default`, `llama3`, `yarn`, ...)."""
+    parameters = getattr(text_config(hf), "rope_parameters", None) or {}
+    nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    return {p.get("rope_type", "default") for p in nested}
+
+
+def refuse_unsupported(hf: PreTrainedModel) -> None:
+    """Raise UnsupportedError, naming the cause, for a model whose cache is not one key and value per token and layer."""
+    name, config = type(hf).__name__, text_config(hf)
+    for kind in getattr(config, "layer_types", None) or ():
+        for bad, why in _UNSUPPORTED_LAYERS.items():
+            if kind.startswith(bad):
+                raise UnsupportedError(f"{name} has a {kind!r} layer: {why}. It cannot be patched by position.")
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise UnsupportedError(
+            f"{name} shares keys and values between layers (num_kv_shared_layers={config.num_kv_shared_layers}): a "
+            "patch in one layer would change another."
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise UnsupportedError(f"{name} caches a latent (kv_lora_rank={config.kv_lora_rank}), not keys per head.")
+    if getattr(hf.config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"{name} is quantised ({hf.config.quantization_config}); load it in float32, bfloat16 or float16."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{name} is an encoder-decoder; a decoder-only causal language model is needed.")
+    for kind in rope_types(hf) & set(_UNSUPPORTED_ROPE):
+        raise UnsupportedError(
+            f"{name} uses rope_type={kind!r}: {_UNSUPPORTED_ROPE[kind]}, so keys cached on either side are not "
+            "related by a rotation. It is refused rather than rotated wrongly."
+        )
+    heads = [m for m in hf.modules() if type(m).__name__ in ("MambaMixer", "RecurrentGemmaRecurrentBlock")]
+    if heads:
+        raise UnsupportedError(f"{name} has recurrent layers ({type(heads[0]).__name__}): no keys per token.")
