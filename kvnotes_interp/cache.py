@@ -1,0 +1,304 @@
+"""KVCache: what a model remembers of a prompt, as a value.
+
+Nothing here changes a tensor in place. `cache[a:b]`, `a + b`, `cache.patched(site, donor)` and `cache.moved(offset)`
+return new caches that share every tensor they did not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvnotes_interp.errors import InputError
+from kvnotes_interp.rope import RopeGeometry, rotate
+from kvnotes_interp.sites import Site, check_donor
+
+
+@dataclass(frozen=True, eq=False)
+class KVCache:
+    """Keys and values of a prompt, per layer `[batch kv_head pos d_head]`, as the model caches them.
+
+    Keys are post-norm and post-rotary. One slot is one position in every layer, sliding-window layers included.
+
+    Attributes:
+        keys, values: one tensor per layer.
+        token_ids: `[batch pos]`; -1 for a slot that stands for no single token.
+        positions: `[pos]`, the rotary position each key is turned to.
+        rope: the geometry that turned them.
+        model_id: fingerprint of the model that wrote them; caches of different models never mix.
+        bias: optional per-key attention bias per layer, `[batch kv_head pos]`, added to the scaled logits.
+        end: the position that the next token takes (after the last key, unless the cache was compacted).
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    token_ids: Int[Tensor, "batch pos"]
+    positions: Int[Tensor, " pos"]
+    rope: RopeGeometry
+    model_id: str
+    bias: tuple[Tensor | None, ...] | None = None
+    end: int = field(default=-1)
+
+    def __post_init__(self) -> None:
+        if len(self.keys) != len(self.values) or len(self.keys) != len(self.rope.layers):
+            raise InputError(
+                f"{len(self.keys)} key layers, {len(self.values)} value layers, {len(self.rope.layers)} rotary layers: "
+                "a cache needs the same number of each."
+            )
+        want = (self.batch, len(self))
+        for index, (key, value) in enumerate(zip(self.keys, self.values, strict=True)):
+            got = (key.shape[0], key.shape[2])
+            if key.shape[:3] != value.shape[:3] or got != want or self.token_ids.shape != want:
+                raise InputError(
+                    f"layer {index}: keys {tuple(key.shape)}, values {tuple(value.shape)}, token ids "
+                    f"{tuple(self.token_ids.shape)}; expected [batch kv_head pos d_head] with batch, pos = {want}."
+                )
+        if self.bias is not None and len(self.bias) != len(self.keys):
+            raise InputError(f"bias has {len(self.bias)} layers, the cache {len(self.keys)}.")
+        if self.end < 0:
+            object.__setattr__(self, "end", int(self.positions.max()) + 1 if len(self) else 0)
+
+    # --- what it is ------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self.positions.shape[0]
+
+    @property
+    def n_layers(self) -> int:
+        return len(self.keys)
+
+    @property
+    def batch(self) -> int:
+        return self.keys[0].shape[0]
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.keys[0].shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.keys[0].device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by keys, values and biases (shared tensors counted in full)."""
+        biases = [b for b in self.bias or () if b is not None]
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values, *biases))
+
+    def __repr__(self) -> str:
+        return (
+            f"KVCache(batch={self.batch}, layers={self.n_layers}, kv_heads={self.n_kv_heads}, pos={len(self)}, "
+            f"d_head={self.keys[0].shape[3]}, {self.dtype}, {self.device}, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        """Bit-for-bit equality of everything a forward pass can see."""
+        if not isinstance(other, KVCache):
+            return NotImplemented
+        return (
+            self.model_id == other.model_id
+            and self.end == other.end
+            and self.n_layers == other.n_layers
+            and self.rope.same_as(other.rope)
+            and torch.equal(self.positions, other.positions)
+            and torch.equal(self.token_ids, other.token_ids)
+            and all(torch.equal(a, b) for a, b in zip(self.keys, other.keys, strict=True))
+            and all(torch.equal(a, b) for a, b in zip(self.values, other.values, strict=True))
+            and _same_bias(self.bias, other.bias)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    # --- slice and join --------------------------------------------------------------------------------------------
+
+    def __getitem__(self, index: slice) -> KVCache:
+        """The slots of a slice, at the positions they had. `cache[:a] + cache[a:]` is the cache."""
+        if not isinstance(index, slice) or index.step not in (None, 1):
+            raise InputError(f"cache[{index!r}]: a cache is sliced by a run of slots, cache[a:b].")
+        start, stop, _ = index.indices(len(self))
+        stop = max(start, stop)
+        end = self.end if stop == len(self) else int(self.positions[stop])
+        return replace(
+            self,
+            keys=tuple(k[:, :, start:stop] for k in self.keys),
+            values=tuple(v[:, :, start:stop] for v in self.values),
+            token_ids=self.token_ids[:, start:stop],
+            positions=self.positions[start:stop],
+            bias=None if self.bias is None else tuple(None if b is None else b[..., start:stop] for b in self.bias),
+            end=end,
+        )
+
+    def __add__(self, other: KVCache) -> KVCache:
+        return join(self, other)
+
+    def appended(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], token_ids: Tensor, positions: Tensor
+    ) -> KVCache:
+        """The cache with the slots of newly run tokens behind it: `keys`/`values` per layer `[batch kv_head new d_head]`."""
+        new = replace(
+            self,
+            keys=tuple(keys),
+            values=tuple(values),
+            token_ids=token_ids,
+            positions=positions,
+            bias=None,
+            end=int(positions[-1]) + 1,
+        )
+        return join(self, new)
+
+    def repeat(self, *, batch: int) -> KVCache:
+        """The same cache for `batch` rows, as a view: no memory is taken until something is written."""
+        if self.batch != 1:
+            raise InputError(f"repeat needs a cache of batch 1, this one has {self.batch}.")
+        grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
+        return replace(
+            self,
+            keys=tuple(map(grow, self.keys)),
+            values=tuple(map(grow, self.values)),
+            token_ids=grow(self.token_ids),
+            bias=None if self.bias is None else tuple(None if b is None else grow(b) for b in self.bias),
+        )
+
+    # --- patch -----------------------------------------------------------------------------------------------------
+
+    def patched(self, sites: Site | Iterable[Site], donor: KVCache) -> KVCache:
+        """This cache with the K, V (or only one of them) of `sites` copied from `donor`.
+
+        Raises InputError when a site lies outside either cache, or when donor and base hold a patched key at
+        different rotary positions (move the donor first).
+        """
+        sites = (sites,) if isinstance(sites, Site) else tuple(sites)
+        check_donor(self, donor, sites)
+        keys, values = list(self.keys), list(self.values)
+        for site in sites:
+            if not site.positions:
+                continue
+            pos = torch.tensor(site.positions)
+            heads = torch.arange(self.n_kv_heads) if site.kv_heads is None else torch.tensor(site.kv_heads)
+            for layer in site.layers_of(self.n_layers):
+                at = (
+                    slice(None),
+                    heads[:, None].to(self.keys[layer].device),
+                    pos.to(self.keys[layer].device),
+                )
+                for part, mine, theirs in (("k", keys, donor.keys), ("v", values, donor.values)):
+                    if part in site.part:
+                        fresh = mine[layer].clone()
+                        fresh[at] = theirs[layer][at].to(fresh.dtype)
+                        mine[layer] = fresh
+        return replace(self, keys=tuple(keys), values=tuple(values))
+
+    # --- move ------------------------------------------------------------------------------------------------------
+
+    def placed(self, positions: Int[Tensor, " pos"]) -> KVCache:
+        """Keys turned from the positions they are at to `positions`; values as they are. One rotation, in float32.
+
+        Rotation error adds up when a cast cache is moved again and again: keep the original and place that.
+        """
+        positions = torch.as_tensor(positions, dtype=torch.long)
+        if positions.shape != self.positions.shape:
+            raise InputError(f"{positions.numel()} positions given for a cache of {len(self)} slots.")
+        delta = positions - self.positions
+        if not bool(delta.any()):
+            return self
+        return replace(
+            self,
+            keys=tuple(rotate(k, delta, layer) for k, layer in zip(self.keys, self.rope.layers, strict=True)),
+            positions=positions,
+            end=int(positions.max()) + 1 + (self.end - 1 - int(self.positions.max())),
+        )
+
+    def moved(self, offset: int) -> KVCache:
+        """Every key turned `offset` positions later (earlier when negative)."""
+        return self.placed(self.positions + offset) if len(self) else self
+
+    def unrotated(self) -> KVCache:
+        """Keys without their position: turned back to position 0, where the rotation is the identity."""
+        return self.placed(torch.zeros_like(self.positions))
+
+    # --- carry -----------------------------------------------------------------------------------------------------
+
+    def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KVCache:
+        """Keys, values and biases on another device or in another dtype."""
+        cast = lambda t: t.to(device=device, dtype=dtype)  # noqa: E731
+        return replace(
+            self,
+            keys=tuple(map(cast, self.keys)),
+            values=tuple(map(cast, self.values)),
+            bias=None if self.bias is None else tuple(None if b is None else cast(b) for b in self.bias),
+        )
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file (atomically); returns its path."""
+        from kvnotes_interp.cachefile import write
+
+        return write(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> KVCache:
+        """Read a file written by `save`. Raises InputError for a file that is not one."""
+        from kvnotes_interp.cachefile import read
+
+        return read(Path(path), device=device)
+
+
+def join(first: KVCache, second: KVCache, *, overlap: bool = False) -> KVCache:
+    """`second` behind `first`. Causality goes by slot, rotary distance by position.
+
+    Raises InputError when the caches come from different models, batches or dtypes, or when `second` does not start
+    at or after `first.end`; `overlap=True` allows that (the naive join, with keys not moved).
+    """
+    if first.model_id != second.model_id or not first.rope.same_as(second.rope):
+        raise InputError(
+            f"these caches were written by different models ({first.model_id!r} and {second.model_id!r}); their keys "
+            "cannot stand in one cache."
+        )
+    if first.batch != second.batch or first.dtype != second.dtype:
+        raise InputError(
+            f"cannot join batch {first.batch} {first.dtype} with batch {second.batch} {second.dtype}; "
+            "use .repeat(batch=...) or .to(dtype=...) first."
+        )
+    if not overlap and len(second) and int(second.positions.min()) < first.end:
+        raise InputError(
+            f"the second cache starts at position {int(second.positions.min())}, before the first one's end "
+            f"{first.end}. Move it there with .moved({first.end - int(second.positions.min())}), or pass overlap=True."
+        )
+    cat = lambda a, b: torch.cat((a, b), dim=2)  # noqa: E731
+    return replace(
+        first,
+        keys=tuple(map(cat, first.keys, second.keys)),
+        values=tuple(map(cat, first.values, second.values)),
+        token_ids=torch.cat((first.token_ids, second.token_ids), dim=1),
+        positions=torch.cat((first.positions, second.positions)),
+        bias=_join_bias(first, second),
+        end=max(first.end, second.end),
+    )
+
+
+def _join_bias(first: KVCache, second: KVCache) -> tuple[Tensor | None, ...] | None:
+    if first.bias is None and second.bias is None:
+        return None
+
+    def filled(cache: KVCache, layer: int) -> Float[Tensor, "batch kv_head pos"]:
+        found = None if cache.bias is None else cache.bias[layer]
+        return cache.keys[layer].new_zeros(cache.keys[layer].shape[:3]) if found is None else found
+
+    return tuple(torch.cat((filled(first, i), filled(second, i)), dim=2) for i in range(first.n_layers))
+
+
+def _same_bias(a: tuple[Tensor | None, ...] | None, b: tuple[Tensor | None, ...] | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return all(
+        (x is None and y is None) or (x is not None and y is not None and torch.equal(x, y))
+        for x, y in zip(a, b, strict=True)
+    )

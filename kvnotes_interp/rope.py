@@ -1,0 +1,126 @@
+"""Rotary geometry, read from the live model, and the rotation that moves a cached key to another position.
+
+A cached key is `R(p) k`: the key of its hidden state, turned by its position p. Moving it to p + d is one more turn by
+d times the model's own inverse frequencies. The turn is computed with unit cos/sin, never with the model's rotary
+module, which for yarn multiplies by an attention factor that the cached key already carries. Angles are taken in
+float64, the turn in at least float32, and the result is cast once. (Notes, arXiv 2606.17107, composition.)
+
+What this does *not* prove: a moved key equals the re-prefilled one only if the hidden state it came from is the same,
+which holds when a whole prefix moves together and not when it is put behind other text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvnotes_interp import compat
+from kvnotes_interp.errors import InputError, UnsupportedError
+
+
+@dataclass(frozen=True, eq=False)
+class LayerRope:
+    """How one layer turns its keys. `inv_freq` `[rotary_dim/2]` is None in a layer without rotary positions."""
+
+    inv_freq: Tensor | None
+    interleaved: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many leading dimensions of a head are turned."""
+        return 0 if self.inv_freq is None else 2 * self.inv_freq.numel()
+
+
+@dataclass(frozen=True, eq=False)
+class RopeGeometry:
+    """The rotary geometry of every layer of a model."""
+
+    layers: tuple[LayerRope, ...]
+
+    def same_as(self, other: RopeGeometry) -> bool:
+        """True when a key of one may stand in a cache of the other."""
+
+        def equal(a: LayerRope, b: LayerRope) -> bool:
+            if a.inv_freq is None or b.inv_freq is None:
+                return a.inv_freq is b.inv_freq
+            return a.interleaved == b.interleaved and torch.equal(a.inv_freq, b.inv_freq)
+
+        return len(self.layers) == len(other.layers) and all(
+            equal(a, b) for a, b in zip(self.layers, other.layers, strict=True)
+        )
+
+
+def rotate(
+    keys: Float[Tensor, "*lead pos d_head"], delta: Int[Tensor, " pos"] | int, layer: LayerRope
+) -> Float[Tensor, "*lead pos d_head"]:
+    """Turn each key by `delta` positions (positive: later). Returns `keys` itself when there is nothing to turn."""
+    if layer.inv_freq is None:
+        return keys
+    steps = torch.as_tensor(delta, device=keys.device).reshape(-1)
+    if not bool(steps.any()):
+        return keys
+    if layer.rotary_dim > keys.shape[-1]:
+        raise InputError(f"rotary_dim {layer.rotary_dim} is larger than d_head {keys.shape[-1]} of these keys.")
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    angle = steps.double()[:, None] * layer.inv_freq.to(keys.device).double()  # [pos rotary_dim/2]
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    turned = keys[..., : layer.rotary_dim].to(dtype)
+    if layer.interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned.to(keys.dtype), keys[..., layer.rotary_dim :]), dim=-1)
+
+
+def read_geometry(hf: PreTrainedModel) -> RopeGeometry:
+    """Read the geometry from the live model: its buffers, its `rotate_half`, its layer types.
+
+    The reading is a claim; `Model.check()` proves it by re-prefilling a prefix at an offset. Raises UnsupportedError
+    for a model without rotary keys, or one whose rotation is neither half-split nor interleaved.
+    """
+    modules = compat.rotary_modules(hf)
+    if not modules:
+        raise UnsupportedError(
+            f"{type(hf).__name__} holds no rotary inverse frequencies; models with learned, ALiBi or no positions "
+            "cannot have their keys moved."
+        )
+    interleaved = _is_interleaved(hf)
+    config = compat.text_config(hf)
+    kinds = getattr(config, "layer_types", None) or []
+    out = []
+    for index, layer in enumerate(compat.layers(hf)):
+        attention = compat.attention_module(layer)
+        kind = kinds[index] if index < len(kinds) else "full_attention"
+        # A layer may go without positions: SmolLM3 and Llama-4 say so on the module, Cohere-2 by having no window.
+        bare = not getattr(attention, "use_rope", True)
+        bare = bare or (config.model_type == "cohere2" and getattr(attention, "sliding_window", None) is None)
+        out.append(LayerRope(None if bare else _inv_freq(hf, modules, kind), interleaved))
+    return RopeGeometry(tuple(out))
+
+
+def _inv_freq(hf: PreTrainedModel, modules: list[torch.nn.Module], kind: str) -> Tensor:
+    for module in modules:
+        for name in (f"{kind}_inv_freq", "inv_freq"):
+            found = getattr(module, name, None)
+            if isinstance(found, Tensor):
+                return found.detach().float().cpu().clone()
+    raise UnsupportedError(f"{type(hf).__name__}: no inverse frequencies for a layer of type {kind!r}.")
+
+
+def _is_interleaved(hf: PreTrainedModel) -> bool:
+    probe = torch.arange(1.0, 5.0)
+    function = compat.modeling_function(hf, "rotate_half")
+    if function is None:
+        raise UnsupportedError(f"{type(hf).__name__}: its file defines no rotate_half, so its rotation is unknown.")
+    turned = function(probe[None, None, None])[0, 0, 0].tolist()
+    if turned == [-3.0, -4.0, 1.0, 2.0]:
+        return False
+    if turned == [-2.0, 1.0, -4.0, 3.0]:
+        return True
+    raise UnsupportedError(f"{type(hf).__name__}: rotate_half is neither half-split nor interleaved ({turned}).")
