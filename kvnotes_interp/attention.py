@@ -1,0 +1,227 @@
+"""The one attention function this package registers, and what it can do that sdpa cannot.
+
+`with using(hf, plan):` switches a model to it and back. A plan may
+- add a per-key bias to the logits (compacted caches),
+- record the attention rows of chosen queries in float32 (never a T x T matrix),
+- attend to one shared base cache from many patched rows at once (the sweep).
+
+Queries arrive post-rotary `[batch head pos d_head]`, keys and values `[batch kv_head pos d_head]`, heads not repeated.
+Scaling, soft-cap and masks are the model's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from kvnotes_interp.errors import UnsupportedError
+
+NAME = "kvnotes"
+# How many bytes of attention scores one tile of rows may take. Tiles this size stay near a CPU's cache.
+_TILE_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
+
+
+@dataclass
+class Recorder:
+    """Collects attention probabilities `[batch head row key]` (float32) of the last `rows` queries, per layer."""
+
+    rows: int = 1
+    weights: dict[int, Float[Tensor, "batch head row key"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LayerPatch:
+    """What rows of a sweep see differently in one layer.
+
+    `slots` `[slot]` are the base positions that any row patches here; `keys`/`values` `[kv_head slot d_head]` the
+    donor's; `k_rows`/`v_rows` `[kv_head|1 row slot]` say which row takes which. None: no row patches that part.
+    """
+
+    slots: Tensor
+    keys: Tensor
+    values: Tensor
+    k_rows: Bool[Tensor, "kv_head row slot"] | None
+    v_rows: Bool[Tensor, "kv_head row slot"] | None
+
+
+@dataclass
+class SharedBase:
+    """One base cache that all rows attend to, `[kv_head pos d_head]` per layer, with the patches of the current layer.
+
+    Rows hold only their own tail (new tokens); `masked` `[tail pos+tail]` is True where attention is forbidden.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    bias: tuple[Tensor | None, ...] | None = None
+    patch: LayerPatch | None = None
+    masked: Bool[Tensor, "tail key"] | None = None
+
+
+@dataclass
+class Plan:
+    """What the attention function does besides attending."""
+
+    bias: tuple[Tensor | None, ...] | None = None
+    recorder: Recorder | None = None
+    shared: SharedBase | None = None
+
+
+_ACTIVE: ContextVar[Plan | None] = ContextVar("kvnotes_attention_plan", default=None)
+
+
+@contextmanager
+def using(hf: PreTrainedModel, plan: Plan) -> Iterator[Plan]:
+    """Run `hf` with this attention function and `plan`; what the model used before is put back on the way out."""
+    _register()
+    before = hf.config._attn_implementation
+    token = _ACTIVE.set(plan)
+    try:
+        hf.set_attn_implementation(NAME)
+        yield plan
+    finally:
+        _ACTIVE.reset(token)
+        hf.set_attn_implementation(before)
+
+
+def _register() -> None:
+    # Both must be registered: without a mask function transformers hands over no mask, and a suffix over a cache would
+    # silently see its own future.
+    if NAME not in AttentionInterface._global_mapping:
+        AttentionInterface.register(NAME, attend)
+        AttentionMaskInterface.register(NAME, _full_mask)
+
+
+def _full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """sdpa's boolean mask, always spelled out: never skipped in favour of `is_causal`."""
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+
+
+def attend(
+    module: nn.Module,
+    query: Float[Tensor, "batch head pos d_head"],
+    key: Float[Tensor, "batch kv_head key d_head"],
+    value: Float[Tensor, "batch kv_head key d_head"],
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "batch pos head d_head"], None]:
+    """Attention as transformers calls it; what else happens is in the active plan."""
+    if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
+        raise UnsupportedError(
+            f"{type(module).__name__} has attention sinks (an extra softmax column), which this attention function "
+            "does not model."
+        )
+    plan = _ACTIVE.get() or Plan()
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = module.layer_idx
+    if plan.shared is not None:
+        return _attend_shared(plan.shared, layer, query, key, value, scale, softcap), None
+    out = _attend_plain(plan, layer, query, key, value, attention_mask, scale, softcap)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def _attend_plain(
+    plan: Plan,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> Float[Tensor, "batch head pos d_head"]:
+    groups = query.shape[1] // key.shape[1]
+    exact = torch.promote_types(query.dtype, torch.float32)
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = _capped((query.to(exact) @ key.to(exact).mT) * scale, softcap)
+    if plan.bias is not None and (bias := plan.bias[layer]) is not None:
+        # A bias covers the cached keys; the new tokens behind them have none.
+        scores[..., : bias.shape[-1]] += bias.to(exact).repeat_interleave(groups, 1)[:, :, None]
+    if mask is not None:
+        mask = mask[..., : key.shape[-2]]
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1)
+    if plan.recorder is not None:
+        plan.recorder.weights[layer] = weights[:, :, -plan.recorder.rows :].to(torch.float32)
+    return (weights @ value.to(exact)).to(query.dtype)
+
+
+def _attend_shared(
+    base: SharedBase,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    softcap: float | None,
+) -> Float[Tensor, "row tail head d_head"]:
+    """Every row's tail attends to the shared base, with its own patches put in, and to itself.
+
+    Exact, not an approximation: a patched key replaces the base's logit at its slot, and its probability is taken from
+    the base's value and given to the donor's. Nothing of size rows x pos x d_head is ever made; scores are tiled.
+    """
+    rows, heads, tail, d_head = query.shape
+    kv_heads, n_pos = base.keys[layer].shape[:2]
+    groups = heads // kv_heads
+    # One pass per KV head over the rows of all its query heads: [kv_head (row group tail) d_head].
+    query = query.reshape(rows, kv_heads, groups, tail, d_head).transpose(0, 1)
+    # Empty columns at the end make room for each row's own tail, so that no score is ever copied.
+    base_k = nn.functional.pad(base.keys[layer], (0, 0, 0, tail)).mT
+    base_v = base.values[layer]
+    width = kv_heads * groups * tail * (n_pos + tail) * 4
+    tile = max(1, _TILE_BYTES.get(query.device.type, 64 << 20) // width)
+    out = query.new_empty(rows, tail, heads, base_v.shape[-1])
+    for start in range(0, rows, tile):
+        part = slice(start, min(start + tile, rows))
+        n = part.stop - part.start
+        q = query[:, part].reshape(kv_heads, n * groups * tail, d_head)
+        scores = torch.bmm(q, base_k).view(kv_heads, n, groups, tail, n_pos + tail)
+        own_k, own_v = key[part].transpose(0, 1), value[part].transpose(0, 1)  # [kv_head row tail d_head]
+        by_row = q.view(kv_heads, n, groups * tail, d_head)
+        scores[..., n_pos:] = (by_row @ own_k.mT).view(kv_heads, n, groups, tail, tail)
+        patch = base.patch
+        if patch is not None and patch.k_rows is not None:
+            theirs = torch.matmul(q, patch.keys.mT).view(kv_heads, n, groups, tail, -1)
+            take = patch.k_rows[:, part, None, None]
+            scores[..., patch.slots] = torch.where(take, theirs, scores[..., patch.slots])
+        weights = _softmax(base, layer, scores, scale, softcap, n_pos)
+        moved = None
+        if patch is not None and patch.v_rows is not None:
+            here = weights[..., patch.slots]
+            moved = here * patch.v_rows[:, part, None, None]
+            weights[..., patch.slots] = here - moved
+        flat = weights.view(kv_heads, n * groups * tail, n_pos + tail)
+        mixed = torch.bmm(flat[..., :n_pos], base_v).view(kv_heads, n, groups * tail, -1)
+        mixed = mixed + weights[..., n_pos:].reshape(kv_heads, n, groups * tail, tail) @ own_v
+        if moved is not None:
+            mixed = mixed + torch.matmul(moved.flatten(1, 3), patch.values).view_as(mixed)  # type: ignore[union-attr]
+        mixed = mixed.view(kv_heads, n, groups, tail, -1).permute(1, 3, 0, 2, 4)
+        out[part] = mixed.reshape(n, tail, heads, -1)
+    return out
+
+
+def _softmax(
+    base: SharedBase, layer: int, scores: Tensor, scale: float, softcap: float | None, n_pos: int
+) -> Float[Tensor, "kv_head row group tail key"]:
+    scores = _capped(scores.mul_(scale), softcap)
+    if base.bias is not None and (bias := base.bias[layer]) is not None:
+        scores[..., :n_pos] += bias[:, None, None, None]
+    if base.masked is not None:
+        scores = scores.masked_fill(base.masked, float("-inf"))
+    return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)

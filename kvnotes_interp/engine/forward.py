@@ -1,0 +1,171 @@
+"""Plain forward passes over caches. Every pass runs on a fork: the cache handed in is never changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from kvnotes_interp import attention, compat
+from kvnotes_interp.cache import KVCache
+from kvnotes_interp.errors import InputError
+
+if TYPE_CHECKING:
+    from kvnotes_interp.model import Model
+
+
+def as_ids(model: Model, token_ids: Sequence[int] | Tensor) -> Int[Tensor, "batch pos"]:
+    """Token ids as `[batch pos]` on the model's device; a flat list is one row. Raises InputError on ids out of range."""
+    ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
+    ids = ids[None] if ids.ndim == 1 else ids
+    if ids.ndim != 2 or ids.shape[1] == 0:
+        raise InputError(f"token ids of shape {tuple(ids.shape)}: expected [batch pos] with at least one token.")
+    return ids
+
+
+@torch.no_grad()
+def prefill(
+    model: Model, token_ids: Sequence[int] | Tensor, *, positions: Sequence[int] | Tensor | None = None
+) -> KVCache:
+    """Run a prompt from nothing and keep its cache.
+
+    Args:
+        token_ids: `[batch pos]` or `[pos]`.
+        positions: rotary position of each token, `[pos]`; 0, 1, 2, ... by default. Gaps are honoured.
+    """
+    ids = as_ids(model, token_ids)
+    return _run(model, None, ids, positions)[0]
+
+
+@torch.no_grad()
+def extend(
+    model: Model,
+    cache: KVCache,
+    token_ids: Sequence[int] | Tensor,
+    *,
+    positions: Sequence[int] | Tensor | None = None,
+) -> tuple[KVCache, Float[Tensor, "batch pos d_model"]]:
+    """Run more tokens on top of a cache; returns the longer cache and the new tokens' final hidden states.
+
+    Positions go on from `cache.end` by default. A single row of tokens is run for every row of the cache.
+    """
+    ids = as_ids(model, token_ids)
+    ids = ids.expand(cache.batch, -1) if ids.shape[0] == 1 else ids
+    if ids.shape[0] != cache.batch:
+        raise InputError(f"{ids.shape[0]} rows of tokens for a cache of batch {cache.batch}.")
+    return _run(model, cache, ids, positions)
+
+
+def _run(
+    model: Model, cache: KVCache | None, ids: Tensor, positions: Sequence[int] | Tensor | None
+) -> tuple[KVCache, Tensor]:
+    start = 0 if cache is None else cache.end
+    if positions is None:
+        positions = torch.arange(start, start + ids.shape[1])
+    positions = torch.as_tensor(positions, dtype=torch.long).cpu()
+    if positions.shape != ids.shape[1:]:
+        raise InputError(f"{tuple(positions.shape)} positions for {ids.shape[1]} tokens.")
+    if cache is None:
+        fork = compat.new_cache()
+        hidden = compat.forward(model.hf, ids, fork, positions)
+        keys, values = compat.read_cache(fork)
+        new = KVCache(keys, values, ids, positions, model.rope, model.model_id)
+        return new, hidden
+    if cache.model_id != model.model_id:
+        raise InputError(f"this cache was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
+    fork = compat.new_cache(cache.keys, cache.values)
+    if cache.bias is None:
+        hidden = compat.forward(model.hf, ids, fork, positions)
+    else:
+        with attention.using(model.hf, attention.Plan(bias=cache.bias)):
+            hidden = compat.forward(model.hf, ids, fork, positions)
+    keys, values = compat.read_cache(fork)
+    old = len(cache)
+    grown = cache.appended(tuple(k[:, :, old:] for k in keys), tuple(v[:, :, old:] for v in values), ids, positions)
+    return grown, hidden
+
+
+@torch.no_grad()
+def decide(
+    model: Model, cache: KVCache, tail: Sequence[int] | Tensor, answers: Sequence[int]
+) -> Float[Tensor, "batch answer"]:
+    """Logits of the answer tokens after `tail` has been run on top of `cache`, in at least float32."""
+    _, hidden = extend(model, cache, tail)
+    return compat.unembed(model.hf, hidden[:, -1], torch.as_tensor(list(answers)))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Greedy continuation: token ids, their text, and the cache that holds them (the last token is not run)."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    cache: KVCache
+
+
+@torch.no_grad()
+def decode(
+    model: Model,
+    cache: KVCache,
+    token_ids: Sequence[int] | Tensor,
+    *,
+    max_new_tokens: int,
+    stop: Sequence[int] | None = None,
+) -> Generated:
+    """Greedy decoding with explicit positions, after running `token_ids` on top of `cache` (batch 1).
+
+    transformers' own generate() counts cache slots as tokens, so an edited or compacted cache would be fed the wrong
+    tokens at the wrong positions; it is not used. `stop` defaults to the model's end-of-sequence tokens.
+    """
+    if cache.batch != 1:
+        raise InputError(f"decode runs one row; this cache has batch {cache.batch}.")
+    stops = set(model.stop_ids if stop is None else stop)
+    out: list[int] = []
+    ids = as_ids(model, token_ids)
+    while len(out) < max_new_tokens:
+        cache, hidden = extend(model, cache, ids)
+        token = int(compat.unembed(model.hf, hidden[:, -1])[0].argmax())
+        out.append(token)
+        if token in stops:
+            break
+        ids = as_ids(model, [token])
+    text = model.tokenizer.decode([t for t in out if t not in stops]) if model.tokenizer is not None else ""
+    return Generated(tuple(out), text, cache)
+
+
+@torch.no_grad()
+def attention_rows(
+    model: Model, cache: KVCache, tail: Sequence[int] | Tensor, *, rows: int = 1
+) -> Float[Tensor, "layer head row key"]:
+    """Attention probabilities of the last `rows` tokens of `tail` over cache and tail, in float32 (batch 1).
+
+    Memory: layers x heads x rows x keys x 4 bytes; no T x T matrix is made when `tail` is short.
+    """
+    recorder = attention.Recorder(rows=rows)
+    ids = as_ids(model, tail)
+    fork = compat.new_cache(cache.keys, cache.values)
+    with attention.using(model.hf, attention.Plan(bias=cache.bias, recorder=recorder)):
+        compat.forward(model.hf, ids, fork, torch.arange(cache.end, cache.end + ids.shape[1]))
+    return torch.stack([recorder.weights[layer][0].cpu() for layer in range(cache.n_layers)])
+
+
+@torch.no_grad()
+def noise_floor(
+    model: Model,
+    cache: KVCache,
+    tail: Sequence[int] | Tensor,
+    answers: Sequence[int],
+    *,
+    batches: Sequence[int] = (2, 7),
+) -> float:
+    """Largest change of any answer logit when the same decision is run in other batch shapes, in logits.
+
+    Nothing smaller than this means anything for this model, dtype and device.
+    """
+    alone = decide(model, cache, tail, answers)
+    gaps = [(decide(model, cache.repeat(batch=n), tail, answers) - alone).abs().max() for n in batches]
+    return float(torch.stack(gaps).max())
