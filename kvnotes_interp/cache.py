@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvnotes_interp.errors import InputError
@@ -288,11 +288,16 @@ def _join_bias(first: KVCache, second: KVCache) -> tuple[Tensor | None, ...] | N
     if first.bias is None and second.bias is None:
         return None
 
-    def filled(cache: KVCache, layer: int) -> Float[Tensor, "batch kv_head pos"]:
-        found = None if cache.bias is None else cache.bias[layer]
-        return cache.keys[layer].new_zeros(cache.keys[layer].shape[:3]) if found is None else found
+    def both(layer: int) -> Tensor | None:
+        parts = [None if c.bias is None else c.bias[layer] for c in (first, second)]
+        if parts[0] is None and parts[1] is None:
+            return None
+        # A missing bias is no bias: zeros.
+        shapes = (first.keys[layer].shape[:3], second.keys[layer].shape[:3])
+        full = [first.keys[layer].new_zeros(s) if p is None else p for p, s in zip(parts, shapes, strict=True)]
+        return torch.cat(full, dim=2)
 
-    return tuple(torch.cat((filled(first, i), filled(second, i)), dim=2) for i in range(first.n_layers))
+    return tuple(both(layer) for layer in range(first.n_layers))
 
 
 def _same_bias(a: tuple[Tensor | None, ...] | None, b: tuple[Tensor | None, ...] | None) -> bool:

@@ -236,6 +236,8 @@ def refuse_unsupported(hf: PreTrainedModel) -> None:
             f"{name} uses rope_type={kind!r}: {_UNSUPPORTED_ROPE[kind]}, so keys cached on either side are not "
             "related by a rotation. It is refused rather than rotated wrongly."
         )
+    if any(getattr(attention_module(layer), "sinks", None) is not None for layer in layers(hf)):
+        raise UnsupportedError(f"{name} has attention sinks (an extra softmax column), which no probe here models.")
     heads = [m for m in hf.modules() if type(m).__name__ in ("MambaMixer", "RecurrentGemmaRecurrentBlock")]
     if heads:
         raise UnsupportedError(f"{name} has recurrent layers ({type(heads[0]).__name__}): no keys per token.")

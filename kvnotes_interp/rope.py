@@ -79,10 +79,11 @@ def rotate(
 
 
 def read_geometry(hf: PreTrainedModel) -> RopeGeometry:
-    """Read the geometry from the live model: its buffers, its `rotate_half`, its layer types.
+    """Read the geometry from the live model: its buffers, its `rotate_half`, and four tokens run at two places.
 
-    The reading is a claim; `Model.check()` proves it by re-prefilling a prefix at an offset. Raises UnsupportedError
-    for a model without rotary keys, or one whose rotation is neither half-split nor interleaved.
+    The run tells which layers turn no keys at all, which families mark in ways of their own. The reading is a claim;
+    `Model.check()` proves it on a longer prompt, far away. Raises UnsupportedError for a model without rotary keys, or
+    one whose rotation is neither half-split nor interleaved.
     """
     modules = compat.rotary_modules(hf)
     if not modules:
@@ -90,18 +91,24 @@ def read_geometry(hf: PreTrainedModel) -> RopeGeometry:
             f"{type(hf).__name__} holds no rotary inverse frequencies; models with learned, ALiBi or no positions "
             "cannot have their keys moved."
         )
-    interleaved = _is_interleaved(hf)
-    config = compat.text_config(hf)
-    kinds = getattr(config, "layer_types", None) or []
+    interleaved, sign = _convention(hf)
+    kinds = getattr(compat.text_config(hf), "layer_types", None) or []
+    here, there = _keys_at(hf, 0), _keys_at(hf, 1)
     out = []
-    for index, layer in enumerate(compat.layers(hf)):
-        attention = compat.attention_module(layer)
+    for index, (a, b) in enumerate(zip(here, there, strict=True)):
         kind = kinds[index] if index < len(kinds) else "full_attention"
-        # A layer may go without positions: SmolLM3 and Llama-4 say so on the module, Cohere-2 by having no window.
-        bare = not getattr(attention, "use_rope", True)
-        bare = bare or (config.model_type == "cohere2" and getattr(attention, "sliding_window", None) is None)
-        out.append(LayerRope(None if bare else _inv_freq(hf, modules, kind), interleaved))
+        turning = LayerRope(sign * _inv_freq(hf, modules, kind), interleaved)
+        still = (b - a).norm() < (b - rotate(a, 1, turning)).norm()
+        out.append(LayerRope(None, interleaved) if bool(still) else turning)
     return RopeGeometry(tuple(out))
+
+
+@torch.no_grad()
+def _keys_at(hf: PreTrainedModel, start: int) -> list[Tensor]:
+    cache = compat.new_cache()
+    ids = torch.arange(3, 7, device=hf.device)[None]
+    compat.forward(hf, ids, cache, torch.arange(start, start + 4))
+    return [key.float() for key in compat.read_cache(cache)[0]]
 
 
 def _inv_freq(hf: PreTrainedModel, modules: list[torch.nn.Module], kind: str) -> Tensor:
@@ -113,14 +120,17 @@ def _inv_freq(hf: PreTrainedModel, modules: list[torch.nn.Module], kind: str) ->
     raise UnsupportedError(f"{type(hf).__name__}: no inverse frequencies for a layer of type {kind!r}.")
 
 
-def _is_interleaved(hf: PreTrainedModel) -> bool:
-    probe = torch.arange(1.0, 5.0)
+def _convention(hf: PreTrainedModel) -> tuple[bool, float]:
+    """Which dimensions a rotation pairs (True: neighbours), and its sense (-1: clockwise, as in NanoChat)."""
     function = compat.modeling_function(hf, "rotate_half")
     if function is None:
         raise UnsupportedError(f"{type(hf).__name__}: its file defines no rotate_half, so its rotation is unknown.")
-    turned = function(probe[None, None, None])[0, 0, 0].tolist()
-    if turned == [-3.0, -4.0, 1.0, 2.0]:
-        return False
-    if turned == [-2.0, 1.0, -4.0, 3.0]:
-        return True
-    raise UnsupportedError(f"{type(hf).__name__}: rotate_half is neither half-split nor interleaved ({turned}).")
+    turned = function(torch.arange(1.0, 5.0)[None, None, None])[0, 0, 0].tolist()
+    known = {
+        (-3.0, -4.0, 1.0, 2.0): (False, 1.0),
+        (-2.0, 1.0, -4.0, 3.0): (True, 1.0),
+        (3.0, 4.0, -1.0, -2.0): (False, -1.0),
+    }
+    if tuple(turned) not in known:
+        raise UnsupportedError(f"{type(hf).__name__}: rotate_half is neither half-split nor interleaved ({turned}).")
+    return known[tuple(turned)]
