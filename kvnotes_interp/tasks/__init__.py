@@ -1,0 +1,123 @@
+"""Tasks: families of counterfactual prompt pairs that differ only in one field.
+
+    pairs = tasks.pronoun(n=64, seed=0)               # the same as tasks.load("pronoun", n=64, seed=0)
+    pairs = tasks.load("my_family.yaml", split="test")
+    encoded, set_aside = tasks.encode_all(tokenizer, pairs)
+
+A family is one small file; `kvnotes_interp/tasks/family.py` describes the format. Nothing here imports torch or
+transformers: the tokenizer is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.tasks.encode import EncodedPair, SetAside, encode, encode_all
+from kvnotes_interp.tasks.pair import Kind, Message, Pair, Piece, Split
+
+__all__ = [
+    "EncodedPair",
+    "FamilyInfo",
+    "Message",
+    "Pair",
+    "Piece",
+    "SetAside",
+    "encode",
+    "encode_all",
+    "families",
+    "info",
+    "load",
+]
+
+
+@dataclass(frozen=True)
+class FamilyInfo:
+    """What a family is.
+
+    Args:
+        name: as given to `load`.
+        kind: "derived", "verbatim" or "control".
+        about, source: one line each.
+        chat: whether its prompts go through a chat template.
+        options: options of `load` for this family, with their defaults.
+        instances: number of distinct instances, filler lines and the order of old and new aside.
+        contents: number of contents, the upper bound of the effective n.
+    """
+
+    name: str
+    kind: Kind
+    about: str
+    source: str
+    chat: bool
+    options: dict[str, Any] = field(default_factory=dict)
+    instances: int = 0
+    contents: int = 0
+
+
+class UnknownFamilyError(InputError, AttributeError):
+    """There is no family of this name; also an AttributeError so that `hasattr(tasks, name)` works."""
+
+
+def load(
+    name_or_path: str | Path, *, n: int = 64, seed: int = 0, split: Split | None = None, **options: Any
+) -> list[Pair]:
+    """Draw `n` distinct pairs of a family.
+
+    Args:
+        name_or_path: a packaged family, or the path of a .yaml, .yml or .json family file.
+        n: number of pairs. They are spread over contents, so a small `n` has about as many contents.
+        seed: the same seed gives the same pairs on every machine; a smaller `n` gives a prefix of a larger one.
+        split: "train", "test" or None for both in turn. No content is in both, whatever the seed.
+        options: `fillers` (number of neutral rules) and `chat` (False: plain text), where the family has them.
+
+    Raises:
+        InputError: unknown family or option, a faulty file, or fewer than `n` distinct instances.
+    """
+    from kvnotes_interp.tasks.family import find
+    from kvnotes_interp.tasks.sampling import sample
+
+    return sample(find(name_or_path), n=n, seed=seed, split=split, options=options)
+
+
+def info(name_or_path: str | Path) -> FamilyInfo:
+    """Describe one family, packaged or from a file."""
+    from kvnotes_interp.tasks.family import find
+    from kvnotes_interp.tasks.sampling import count_instances, default_options
+
+    file = find(name_or_path)
+    spec = file.spec
+    instances, contents = count_instances(file)
+    return FamilyInfo(
+        file.name, spec.kind, spec.about, spec.source, spec.chat, default_options(file), instances, contents
+    )
+
+
+def families() -> dict[str, FamilyInfo]:
+    """All packaged families by name."""
+    from kvnotes_interp.tasks.family import packaged
+
+    return {name: info(name) for name in packaged()}
+
+
+def __getattr__(name: str) -> Callable[..., list[Pair]]:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kvnotes_interp.tasks.family import packaged
+
+    names = packaged()
+    if name not in names:
+        raise UnknownFamilyError(
+            f'There is no task family "{name}".{nearest(name, names)} Families: {", ".join(names)}.'
+        )
+    return partial(load, name)
+
+
+def __dir__() -> list[str]:
+    from kvnotes_interp.tasks.family import packaged
+
+    return sorted([*__all__, "info", *packaged()])
