@@ -1,0 +1,6 @@
+"""Probes: a table over interventions x readouts, with its controls. One probe, one small file."""
+
+from kvnotes_interp.probes.concentration import suffix_concentration
+from kvnotes_interp.probes.patching import local_patching
+
+__all__ = ["local_patching", "suffix_concentration"]
