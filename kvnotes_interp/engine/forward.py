@@ -160,12 +160,14 @@ def noise_floor(
     tail: Sequence[int] | Tensor,
     answers: Sequence[int],
     *,
+    alone: Tensor | None = None,
     batches: Sequence[int] = (2, 7),
 ) -> float:
     """Largest change of any answer logit when the same decision is run in other batch shapes, in logits.
 
-    Nothing smaller than this means anything for this model, dtype and device.
+    Nothing smaller than this means anything for this model, dtype and device. `alone` `[answer]` is the decision in a
+    batch of one, where it is known already.
     """
-    alone = decide(model, cache, tail, answers)
+    alone = decide(model, cache, tail, answers)[0] if alone is None else alone
     gaps = [(decide(model, cache.repeat(batch=n), tail, answers) - alone).abs().max() for n in batches]
     return float(torch.stack(gaps).max())

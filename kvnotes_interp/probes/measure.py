@@ -39,7 +39,10 @@ class Sweeper:
 
 @dataclass(frozen=True)
 class Case:
-    """One pair on one model: both caches up to the decision token, the scores at either end, the noise."""
+    """One pair on one model: both caches up to the decision token, the scores at either end, the noise.
+
+    `old` and `new` are read by the path that reads the patches, `plain` is `old` by an independent plain forward.
+    """
 
     model: Model
     pair: EncodedPair
@@ -47,6 +50,7 @@ class Case:
     donor: KVCache
     old: float
     new: float
+    plain: float
     noise: float
     tolerance: float
     reason: str
@@ -121,12 +125,13 @@ def open_case(model: Model, pair: EncodedPair, *, competence: Competence, sweepe
         return float(result.difference[0]), result.path
 
     (old, path), (new, _) = score(base), score(donor)
-    logits = engine.decide(model, base, tail, answers)
-    noise = engine.noise_floor(model, base, tail, answers)
+    logits = engine.decide(model, base, tail, answers)[0]
+    noise = engine.noise_floor(model, base, tail, answers, alone=logits)
     eps = torch.finfo(model.dtype).eps
     tolerance = max(8 * noise, 32 * eps * max(1.0, float(logits.abs().max())))
     reason = competence.reason(old=old, new=new, noise=noise, control=pair.pair.kind == "control")
-    return Case(model, pair, base, donor, old, new, noise, tolerance, reason, path, sweeper)
+    plain = float(logits[1] - logits[0])
+    return Case(model, pair, base, donor, old, new, plain, noise, tolerance, reason, path, sweeper)
 
 
 def _row(cache: KVCache, row: int) -> KVCache:
@@ -150,12 +155,12 @@ def identity_controls(case: Case) -> pd.DataFrame:
     """
     n = len(case.base)
     whole, before = Site(tuple(range(n))), Site(tuple(range(case.pair.field[0])))
-    plain = engine.decide(case.model, case.base, case.tail, case.answers)[0]
+    untouched, everything, before_field = case.scores([Site(()), whole, before])
     gaps = {
-        "no_patch": case.scores([Site(())])[0] - float(plain[1] - plain[0]),
+        "no_patch": untouched - case.plain,
         "self_patch": case.scores([whole], donor=case.base)[0] - case.old,
-        "everything": case.scores([whole])[0] - case.new,
-        "before_field": case.scores([before])[0] - case.old,
+        "everything": everything - case.new,
+        "before_field": before_field - case.old,
     }
     for name, gap in gaps.items():
         if not abs(gap) <= case.tolerance:
