@@ -83,7 +83,7 @@ _ACTIVE: ContextVar[Plan | None] = ContextVar("kvnotes_attention_plan", default=
 def using(hf: PreTrainedModel, plan: Plan) -> Iterator[Plan]:
     """Run `hf` with this attention function and `plan`; what the model used before is put back on the way out."""
     _register()
-    before = hf.config._attn_implementation
+    before = hf.config._attn_implementation or "eager"
     token = _ACTIVE.set(plan)
     try:
         hf.set_attn_implementation(NAME)
@@ -125,7 +125,7 @@ def attend(
         )
     plan = _ACTIVE.get() or Plan()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = module.layer_idx
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     if plan.shared is not None:
         return _attend_shared(plan.shared, layer, query, key, value, scale, softcap), None
     out = _attend_plain(plan, layer, query, key, value, attention_mask, scale, softcap)

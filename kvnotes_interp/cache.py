@@ -143,7 +143,7 @@ class KVCache:
     def appended(
         self, keys: Sequence[Tensor], values: Sequence[Tensor], token_ids: Tensor, positions: Tensor
     ) -> KVCache:
-        """The cache with the slots of newly run tokens behind it: `keys`/`values` per layer `[batch kv_head new d_head]`."""
+        """The cache with newly run tokens behind it: `keys`/`values` per layer `[batch kv_head new d_head]`."""
         new = replace(
             self,
             keys=tuple(keys),

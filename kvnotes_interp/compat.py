@@ -125,14 +125,17 @@ def new_cache(keys: Sequence[Tensor] = (), values: Sequence[Tensor] = ()) -> Cac
 
 def read_cache(cache: Cache) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Keys and values per layer `[batch kv_head pos d_head]` of a transformers cache, refusing other kinds by name."""
+    keys, values = [], []
     for index, layer in enumerate(cache.layers):
-        if type(layer) is not DynamicLayer:
+        if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
             raise UnsupportedError(
                 f"layer {index} of the cache is a {type(layer).__name__}; only plain per-token keys and values "
                 "(DynamicLayer) can be read. Quantised, static and sliding caches are refused: run the prompt "
                 "through engine.prefill instead."
             )
-    return tuple(layer.keys for layer in cache.layers), tuple(layer.values for layer in cache.layers)
+        keys.append(layer.keys)
+        values.append(layer.values)
+    return tuple(keys), tuple(values)
 
 
 class PassThroughCache(DynamicCache):
@@ -212,7 +215,7 @@ def rope_types(hf: PreTrainedModel) -> set[str]:
 
 
 def refuse_unsupported(hf: PreTrainedModel) -> None:
-    """Raise UnsupportedError, naming the cause, for a model whose cache is not one key and value per token and layer."""
+    """Raise UnsupportedError, naming the cause, unless the cache is one key and value per token and layer."""
     name, config = type(hf).__name__, text_config(hf)
     for kind in getattr(config, "layer_types", None) or ():
         for bad, why in _UNSUPPORTED_LAYERS.items():

@@ -120,7 +120,8 @@ def load(
 
 def _model_id(hf: PreTrainedModel, source: sources.ModelSource) -> str:
     digest = hashlib.sha256(compat.text_config(hf).to_json_string(use_diff=False).encode())
-    for weight in (hf.get_input_embeddings().weight, *compat.layers(hf)[-1].parameters()):
+    embedding = next(hf.get_input_embeddings().parameters())
+    for weight in (embedding, *compat.layers(hf)[-1].parameters()):
         row = weight.detach().flatten()[:64].float().cpu()
         digest.update(row.numpy().tobytes())
     return f"{source.name}#{digest.hexdigest()[:12]}"

@@ -130,7 +130,7 @@ class _NotebookView:
         from IPython.display import display  # type: ignore[import-not-found]
 
         self._description, self._started, self._last = description, started, 0.0
-        self._handle = display(self._data(0, total), raw=True, display_id=True)
+        self._handle: Any = display(self._data(0, total), raw=True, display_id=True)
 
     def update(self, done: float, total: float | None) -> None:
         now = time.monotonic()

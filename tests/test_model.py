@@ -39,7 +39,7 @@ def test_a_wrong_geometry_fails_its_check() -> None:
     plain = tiny("llama").rope
     for wrong in (plain, RopeGeometry(tuple(LayerRope(None) for _ in right.rope.layers))):
         report = replace(right, rope=wrong).check()
-        assert [c.name for c in report.failures][0].startswith("keys moved by")
+        assert report.failures[0].name.startswith("keys moved by")
 
 
 def test_interleaved_and_half_split_are_told_apart() -> None:

@@ -17,9 +17,12 @@ from kvnotes_interp.errors import InputError
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
+TokenIds = Sequence[int] | Sequence[Sequence[int]] | Tensor
+"""Token ids of one row, `[pos]`, or of several, `[batch pos]`."""
 
-def as_ids(model: Model, token_ids: Sequence[int] | Tensor) -> Int[Tensor, "batch pos"]:
-    """Token ids as `[batch pos]` on the model's device; a flat list is one row. Raises InputError on ids out of range."""
+
+def as_ids(model: Model, token_ids: TokenIds) -> Int[Tensor, "batch pos"]:
+    """Token ids as `[batch pos]` on the model's device; a flat list is one row. Raises InputError on an empty one."""
     ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.shape[1] == 0:
@@ -28,9 +31,7 @@ def as_ids(model: Model, token_ids: Sequence[int] | Tensor) -> Int[Tensor, "batc
 
 
 @torch.no_grad()
-def prefill(
-    model: Model, token_ids: Sequence[int] | Tensor, *, positions: Sequence[int] | Tensor | None = None
-) -> KVCache:
+def prefill(model: Model, token_ids: TokenIds, *, positions: Sequence[int] | Tensor | None = None) -> KVCache:
     """Run a prompt from nothing and keep its cache.
 
     Args:
@@ -45,7 +46,7 @@ def prefill(
 def extend(
     model: Model,
     cache: KVCache,
-    token_ids: Sequence[int] | Tensor,
+    token_ids: TokenIds,
     *,
     positions: Sequence[int] | Tensor | None = None,
 ) -> tuple[KVCache, Float[Tensor, "batch pos d_model"]]:
@@ -90,9 +91,7 @@ def _run(
 
 
 @torch.no_grad()
-def decide(
-    model: Model, cache: KVCache, tail: Sequence[int] | Tensor, answers: Sequence[int]
-) -> Float[Tensor, "batch answer"]:
+def decide(model: Model, cache: KVCache, tail: TokenIds, answers: Sequence[int]) -> Float[Tensor, "batch answer"]:
     """Logits of the answer tokens after `tail` has been run on top of `cache`, in at least float32."""
     _, hidden = extend(model, cache, tail)
     return compat.unembed(model.hf, hidden[:, -1], torch.as_tensor(list(answers)))
@@ -111,7 +110,7 @@ class Generated:
 def decode(
     model: Model,
     cache: KVCache,
-    token_ids: Sequence[int] | Tensor,
+    token_ids: TokenIds,
     *,
     max_new_tokens: int,
     stop: Sequence[int] | None = None,
@@ -139,7 +138,7 @@ def decode(
 
 @torch.no_grad()
 def attention_rows(
-    model: Model, cache: KVCache, tail: Sequence[int] | Tensor, *, rows: int = 1
+    model: Model, cache: KVCache, tail: TokenIds, *, rows: int = 1
 ) -> Float[Tensor, "layer head row key"]:
     """Attention probabilities of the last `rows` tokens of `tail` over cache and tail, in float32 (batch 1).
 
@@ -157,7 +156,7 @@ def attention_rows(
 def noise_floor(
     model: Model,
     cache: KVCache,
-    tail: Sequence[int] | Tensor,
+    tail: TokenIds,
     answers: Sequence[int],
     *,
     alone: Tensor | None = None,

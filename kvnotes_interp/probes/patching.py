@@ -1,7 +1,8 @@
 """Local patching: is the decision read from the field, or from notes written after it?
 
 Old and new prompt differ only in the field. The old cache is patched from the new one at a site, the decision token is
-run again, and recovery says how much of the change in the answer that site carries. (Notes, arXiv 2606.17107, "Locality".)
+run again, and recovery says how much of the change in the answer that site carries.
+(Notes, arXiv 2606.17107, "Locality".)
 
 What this does not prove: that a site *stores* a conclusion in a readable form (see linear probes), or which heads wrote
 it. Field and downstream are patched together only as a control: that is the whole difference between the two prompts,
@@ -181,7 +182,7 @@ def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, seed: int, n_layers: 
     draws = good[good["view"] == "random"]
     add(
         "random_site",
-        draws.groupby(["pair", "content"], as_index=False)["value"].mean(),
+        draws.groupby(["pair", "content"], as_index=False)[["value"]].mean(),
         "as many tokens as the field",
     )
     for name, values in _enrichment(good).items():

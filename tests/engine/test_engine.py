@@ -121,7 +121,7 @@ def test_wrong_input_is_named() -> None:
     cache = engine.prefill(model, IDS)
     with pytest.raises(InputError, match="at least one token"):
         engine.prefill(model, [])
-    with pytest.raises(InputError, match="3 positions for 14 tokens|positions for 14 tokens"):
+    with pytest.raises(InputError, match="positions for 14 tokens"):
         engine.prefill(model, IDS, positions=[0, 1, 2])
     with pytest.raises(InputError, match="the model at hand is 'tiny-qwen3"):
         engine.extend(other, cache, IDS[:1])

@@ -143,7 +143,7 @@ def test_the_trial_notices_a_wrong_replay(monkeypatch: pytest.MonkeyPatch) -> No
 def test_wrong_input_is_named() -> None:
     model = tiny("llama")
     base = engine.prefill(model, OLD[:-1])
-    with pytest.raises(InputError, match="site.positions holds 13"):
+    with pytest.raises(InputError, match="positions holds 13"):
         engine.sweep(model, base, base, [Site((13,))], OLD[-1:], ANSWERS)
     with pytest.raises(InputError, match="more than the memory budget"):
         engine.sweep(model, base, base, [Site(())], OLD[-1:], ANSWERS, memory_budget=10)
