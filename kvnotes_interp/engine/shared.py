@@ -26,8 +26,9 @@ from kvnotes_interp.sites import Site
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
-# Beyond this many rows a matrix product is no faster, and activations only take memory.
-MAX_ROWS = 1024
+# Beyond this many rows a matrix product is no faster. On a CPU more are slower: activations leave the processor's
+# caches, and tensors of several MB are handed back to the system and faulted in again on every call.
+MAX_ROWS = {"cpu": 256, "cuda": 2048}
 
 _REFUSALS: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
@@ -193,7 +194,7 @@ def _walk(
 
 def _layer_patch(head: _Base, sites: Sequence[Site], layer: int) -> attention.LayerPatch | None:
     """Which of these rows patch which slots of this layer, as masks over the union of the slots."""
-    here = [(row, s) for row, s in enumerate(sites) if s.positions and layer in s.layers_of(head.n_layers)]
+    here = [(row, s) for row, s in enumerate(sites) if s.positions and (s.layers is None or layer in s.layers)]
     if not here:
         return None
     union = sorted({p for _, s in here for p in s.positions})
@@ -202,14 +203,18 @@ def _layer_patch(head: _Base, sites: Sequence[Site], layer: int) -> attention.La
     shape = (head.n_kv_heads if by_head else 1, len(sites), len(union))
     rows: dict[str, Tensor | None] = {}
     for part in ("k", "v"):
-        mask = torch.zeros(shape, dtype=torch.bool)
-        for row, site in here:
-            if part in site.part:
-                where = torch.tensor([column[p] for p in site.positions])
-                for h in range(shape[0]):
-                    if site.kv_heads is None or h in site.kv_heads:
-                        mask[h, row, where] = True
-        rows[part] = mask.to(head.keys[layer].device) if bool(mask.any()) else None
+        cells = [
+            (h, row, column[p])
+            for row, site in here
+            if part in site.part
+            for h in (range(shape[0]) if site.kv_heads is None else site.kv_heads)
+            for p in site.positions
+        ]
+        rows[part] = None
+        if cells:
+            mask = torch.zeros(shape, dtype=torch.bool)
+            mask[tuple(torch.tensor(cells).T)] = True
+            rows[part] = mask.to(head.keys[layer].device)
     slots = torch.tensor(union, device=head.keys[layer].device)
     return attention.LayerPatch(
         slots=slots,

@@ -91,7 +91,7 @@ def plan_sweep(
     widest = n_tail * (8 * shape.d_model + 4 * shape.d_mlp + 4 * shape.n_heads * shape.d_head) * size
     if path == "shared":
         per_row = widest
-        rows = min(budget // per_row, shared.MAX_ROWS)
+        rows = min(budget // per_row, shared.MAX_ROWS.get(model.device.type, 1024))
     else:
         kv = 2 * shape.n_layers * shape.n_kv_heads * shape.d_head * size * (n_pos + n_tail)
         # The copy that is patched, plus the concatenation that the model's own cache makes of it.
