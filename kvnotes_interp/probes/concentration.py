@@ -11,7 +11,6 @@ What this does not prove: that the top positions are *needed*; other sets may ca
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,8 @@ def suffix_concentration(
     "attention" (the old run's attention from the decision token, no new run needed), "same_pair" (this pair's own
     effects: an upper bound), "bottom" (other_pairs from the other end), "random" (`draws` sets per k).
 
-    Other arguments as in `local_patching`. The summary gives recovery at k = 8 and the k that reaches 50 % and 90 %.
+    Other arguments as in `local_patching`. The summary gives recovery at k = 8, and the k that reaches
+    50 % and 90 % of what all downstream positions carry together.
     """
     competence = Competence(min_gap, min_gap_noise)
     options = {"draws": draws, "seed": seed}
@@ -93,7 +93,7 @@ def suffix_concentration(
             cost=lambda pair: len(grid(len(downstream_of(pair)))) * (len(RANKINGS) - 1 + draws),
         )
         frame = pd.concat([first, second], ignore_index=True)
-        return session.finish(frame, tried, summarise(frame, tried, seed=seed))
+        return session.finish(frame, tried, summarise(frame, tried, model=model.name, seed=seed))
 
 
 def individual(pair: EncodedPair) -> Iterable[Cell]:
@@ -175,7 +175,7 @@ def all_cells(pair: EncodedPair, n_layers: int, *, draws: int = 5, seed: int = 0
     yield from cumulative_cells(pair, {r: downstream_of(pair) for r in RANKINGS[:-1]}, draws=draws, seed=seed)
 
 
-def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, seed: int) -> Summary:
+def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, model: str, seed: int) -> Summary:
     """Recovery at k = 8, k for 50 % and 90 %, windows and thirds, with intervals over contents."""
     good = frame[frame["readout"] == "recovery"]
     curves = (
@@ -190,14 +190,14 @@ def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, seed: int) -> Summary
     for ranking in ("other_pairs", "attention", "same_pair", "random"):
         here = curves[curves["ranking"] == ranking]
         for share in (0.5, 0.9):
-            add(f"k{share:.0%}_{ranking}".replace("%", ""), _first_k(here, share), "positions needed")
+            add(f"k{share:.0%}_{ranking}".replace("%", ""), _first_k(here, share), "of what all downstream carry")
     for site in ("from_end:10%", "from_field:10%"):
         add(site.replace(":", "_").replace("%", ""), good[(good["view"] == "window") & (good["site"] == site)])
     for site in THIRDS:
         here = good[(good["view"] == "thirds") & (good["site"] == site)]
         add(f"layers_{site}", here, "all downstream, this third of the layers")
     found.require("top8_other_pairs", "top8_random")
-    return found.summary("suffix concentration", frame, tried)
+    return found.summary(f"suffix concentration on {model}", frame, tried)
 
 
 def _at(curve: pd.DataFrame, k: int) -> pd.DataFrame:
@@ -207,11 +207,14 @@ def _at(curve: pd.DataFrame, k: int) -> pd.DataFrame:
 
 
 def _first_k(curve: pd.DataFrame, share: float) -> pd.DataFrame:
-    """Each pair's smallest measured k whose recovery reaches `share` (all positions always do)."""
-    reached = curve[curve["value"] >= share]
-    firsts: dict[str, float] = defaultdict(float)
-    for pair, rows in reached.groupby("pair"):
-        firsts[str(pair)] = float(rows["k"].min())
-    pairs = curve.drop_duplicates("pair")
-    pairs = pairs[pairs["pair"].isin(list(firsts))]
-    return pairs.assign(value=pairs["pair"].map(firsts))
+    """Each pair's smallest measured k that recovers `share` of what all its downstream positions recover together.
+
+    Against the whole of the effect instead, pairs whose field carries a part of it would never get there, and a mean
+    over those that do would flatter.
+    """
+    if curve.empty:
+        return curve
+    whole = curve.loc[curve.groupby("pair")["k"].idxmax()].set_index("pair")["value"]
+    reached = curve[curve["value"] >= share * curve["pair"].map(whole)]
+    first = reached.loc[reached.groupby("pair")["k"].idxmin()]
+    return first.assign(value=first["k"].astype(float))

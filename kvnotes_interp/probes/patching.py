@@ -105,7 +105,9 @@ def local_patching(
         if session.folder.complete:
             return session.folder.result()
         frame, tried = session.run("cells", measure, cost=lambda pair: len(cells(pair)))
-        return session.finish(frame, tried, summarise(frame, tried, seed=seed, n_layers=model.shape.n_layers))
+        return session.finish(
+            frame, tried, summarise(frame, tried, model=model.name, seed=seed, n_layers=model.shape.n_layers)
+        )
 
 
 def cells_of(
@@ -166,7 +168,7 @@ def ends(case: Case) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, seed: int, n_layers: int) -> Summary:
+def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, model: str, seed: int, n_layers: int) -> Summary:
     """Means over competent pairs with intervals from a bootstrap over contents."""
     good = frame[frame["readout"] == "recovery"]
     found = Estimates(seed=seed)
@@ -190,7 +192,7 @@ def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, seed: int, n_layers: 
     depth = _depth(good, n_layers)
     add("note_depth", depth, "mean layer of downstream recovery, 0 to 1")
     found.require(*STATES, "interaction")
-    return found.summary("local patching", frame, tried)
+    return found.summary(f"local patching on {model}", frame, tried)
 
 
 def _interaction(state: pd.DataFrame) -> pd.DataFrame:

@@ -116,7 +116,8 @@ def test_k_for_half_is_read_off_the_curve() -> None:
     )
     half = concentration._first_k(curve, 0.5).set_index("pair")["value"]
     assert half.to_dict() == {"a": 2.0, "b": 1.0}
-    assert concentration._first_k(curve, 0.97).set_index("pair")["value"].to_dict() == {"a": 4.0}
+    # Of b's own 0.95, not of 1: every pair gets there.
+    assert concentration._first_k(curve, 0.97).set_index("pair")["value"].to_dict() == {"a": 4.0, "b": 4.0}
     assert concentration._at(curve, 3)["value"].tolist() == [0.6, 0.4]
 
 

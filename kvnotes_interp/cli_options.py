@@ -1,0 +1,98 @@
+"""The options of `kvprobe`: names as in Python, one line of help each, grouped into panels."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvnotes_interp.errors import InputError, nearest
+
+# As in sites.py and probes/patching.py, which cannot be asked without importing torch; a test holds them together.
+PARTS = ("kv", "k", "v")
+VIEWS = ("position", "layer", "layer_position", "region", "random")
+
+_MODEL, _PAIRS, _SITES, _RUN = "Model", "Pairs", "Sites", "Run"  # panels of --help
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+_NAME = {"metavar": "NAME"}
+ModelName = Annotated[str, _option(_MODEL, "Alias, hub id, folder or .gguf: kvprobe models.", "--model", **_NAME)]
+Device = Annotated[str | None, _option(_MODEL, "cpu, cuda, cuda:1, mps; CUDA when there is one.", **_NAME)]
+Dtype = Annotated[
+    str | None, _option(_MODEL, "float32 (default on a CPU), bfloat16 (on CUDA), float16, float64.", **_NAME)
+]
+Revision = Annotated[str | None, _option(_MODEL, "Hub commit or branch, in place of the pinned one.", metavar="REV")]
+TaskName = Annotated[str, _option(_PAIRS, "Family, or a YAML/JSON file: kvprobe tasks.", "--task", **_NAME)]
+Count = Annotated[int, _option(_PAIRS, "Pairs to try.", "--n", metavar="N", min=1)]
+CardCount = Annotated[int | None, _option(_PAIRS, "Pairs to try, in place of the card's.", "--n", metavar="N", min=1)]
+Seed = Annotated[int, _option(_PAIRS, "Seed of pairs, random sites and bootstrap.", metavar="N")]
+Split = Annotated[str | None, _option(_PAIRS, "train or test: only contents of that split.", metavar="SPLIT")]
+TaskOption = Annotated[
+    list[str] | None,
+    _option(_PAIRS, "Option of the family, such as fillers=10. Repeatable.", "--task-option", metavar="NAME=VALUE"),
+]
+MinGap = Annotated[float, _option(_PAIRS, "A pair counts if its logit difference changes by this much.", metavar="X")]
+MinGapNoise = Annotated[float, _option(_PAIRS, "The same in noise floors; the larger one holds.", metavar="X")]
+Parts = Annotated[str, _option(_SITES, "Keys and values together and apart.", metavar="LIST")]
+Views = Annotated[
+    str,
+    _option(
+        _SITES,
+        "Beside the four cache states: all, none, or some of position, layer, layer_position, region, random.",
+        metavar="LIST",
+    ),
+]
+Draws = Annotated[
+    int, _option(_SITES, "Random sites per pair (patch), random sets per k (suffix).", metavar="N", min=1)
+]
+MapPairs = Annotated[
+    int, _option(_SITES, "Pairs, from the first, that get the layer x position map.", metavar="N", min=0)
+]
+Out = Annotated[Path | None, _option(_RUN, "Run folder: table, manifest, figures.", metavar="DIR")]
+Resume = Annotated[bool, _option(_RUN, "Go on with a killed run in --out.", "--resume")]
+AsJson = Annotated[bool, _option(_RUN, "The summary as JSON, and nothing else, on standard output.", "--json")]
+DryRun = Annotated[bool, _option(_RUN, "Print cells, bytes and estimated time; run nothing.", "--dry-run")]
+Budget = Annotated[
+    float | None,
+    _option(_RUN, "For rows in flight; by default a quarter of what is free.", "--memory-budget", metavar="GIB"),
+]
+SweepPath = Annotated[
+    str, _option(_RUN, "auto, shared (one base for all rows), plain (a copy per row).", "--path", metavar="PATH")
+]
+Quiet = Annotated[bool, _option(_RUN, "No progress bar.", "--quiet")]
+
+
+def task_options(given: list[str] | None) -> dict[str, Any]:
+    """`name=value` pairs as keyword arguments of the family; values are JSON where they can be."""
+    out: dict[str, Any] = {}
+    for item in given or ():
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise InputError(f"--task-option {item!r}: write name=value, for instance fillers=10.")
+        try:
+            out[name] = json.loads(value)
+        except json.JSONDecodeError:
+            out[name] = value
+    return out
+
+
+def words(option: str, text: str, choices: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of a comma-separated list, every one a choice; `all` and `none` stand for what they say."""
+    if text in ("all", "none"):
+        return choices if text == "all" else ()
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    for word in words:
+        choice(option, word, choices)
+    return words
+
+
+def choice(option: str, word: str, choices: tuple[str, ...]) -> None:
+    """Raise InputError with the nearest choice when `word` is none of them."""
+    if word not in choices:
+        raise InputError(f"{option} {word!r}: choose from {', '.join(choices)}.{nearest(word, choices)}")
