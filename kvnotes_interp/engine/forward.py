@@ -160,7 +160,7 @@ def noise_floor(
     answers: Sequence[int],
     *,
     alone: Tensor | None = None,
-    batches: Sequence[int] = (2, 7),
+    batches: Sequence[int] = (7,),
 ) -> float:
     """Largest change of any answer logit when the same decision is run in other batch shapes, in logits.
 
