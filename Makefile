@@ -14,7 +14,7 @@ DEMO_MODEL := smollm2-135m
 DEMO_TASKS := pronoun capital
 DEMO_N     := 32
 
-# OpenMP threads beyond the cores only get in each other's way.
+# Silences a warning about forks; the tokenizers here are fast enough without threads.
 export TOKENIZERS_PARALLELISM := false
 
 .PHONY: setup demo test check format figures bench clean

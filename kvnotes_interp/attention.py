@@ -27,7 +27,7 @@ from kvnotes_interp.errors import UnsupportedError
 
 NAME = "kvnotes"
 # How many bytes of attention scores one tile of rows may take. Tiles this size stay near a CPU's cache.
-_TILE_BYTES = {"cpu": 8 << 20, "cuda": 1 << 30}
+_TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
 
 @dataclass
@@ -223,5 +223,5 @@ def _softmax(
     if base.bias is not None and (bias := base.bias[layer]) is not None:
         scores[..., :n_pos] += bias[:, None, None, None]
     if base.masked is not None:
-        scores = scores.masked_fill(base.masked, float("-inf"))
+        scores = scores.masked_fill(base.masked.to(scores.device), float("-inf"))
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)

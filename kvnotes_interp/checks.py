@@ -124,7 +124,7 @@ def _own_logits(model: Model, ids: list[int]) -> Tensor:
 
 
 def _relative(a: Tensor, b: Tensor) -> float:
-    a, b = a.double(), b.double().to(a.device)
+    a, b = a.cpu().double(), b.cpu().double()
     return float((a - b).norm() / b.norm().clamp_min(1e-12))
 
 

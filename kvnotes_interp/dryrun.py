@@ -105,7 +105,7 @@ def dry_run(
 ) -> DryRun:
     """Plan any set of patches. `cells(pair, n_layers)` gives the sites to patch for one encoded pair.
 
-    Every pair is taken for competent, so this is an upper bound.
+    Every pair is taken for competent; the controls, a few cells per pair, are left out.
     """
     how = sources._load_options(device, dtype, None, False)  # the same answers and refusals as a real load
     target, kind = (how["device_map"] or {"": torch.device("cpu")})[""], how["dtype"]

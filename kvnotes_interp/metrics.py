@@ -9,10 +9,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
-from jaxtyping import Float
-from torch import Tensor
-
 
 def recovery(score: float, *, old: float, new: float) -> float:
     """`(s - s_old) / (s_new - s_old)`: 0 acts as the stale cache, 1 as the oracle. (Notes, arXiv 2606.17107.)
@@ -51,16 +47,3 @@ class Competence:
         if new - old < max(self.min_gap, self.min_gap_noise * noise):
             return "gap below minimum"
         return ""
-
-
-def kl_divergence(
-    reference: Float[Tensor, "*rows vocab"], other: Float[Tensor, "*rows vocab"]
-) -> Float[Tensor, "*rows"]:
-    """KL(reference || other) of the next-token distributions of two logit rows, in nats."""
-    p, q = reference.double().log_softmax(-1), other.double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1)
-
-
-def logit_cosine(a: Float[Tensor, "*rows vocab"], b: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows"]:
-    """Cosine of two logit rows. It stays near 0.99 while decisions flip: never report it without agreement and KL."""
-    return torch.nn.functional.cosine_similarity(a.double(), b.double(), dim=-1)

@@ -87,9 +87,12 @@ def load(
     device_map: Any = None,
     revision: str | None = None,
     tokenizer: Any = None,
+    trust_remote_code: bool = False,
     check: bool = True,
 ) -> Model:
-    """Load a model by alias, hub id, local folder or `.gguf` path, or take a live `PreTrainedModel` as it is.
+    """Load a model by alias, hub id, local folder or `.gguf` path, or take a live `PreTrainedModel`.
+
+    A live model is put into eval mode and its weights are frozen; nothing else of it changes.
 
     Args:
         name: an alias of `kvprobe models`, a hub id, a path, or a live model (give its `tokenizer` too).
@@ -97,6 +100,7 @@ def load(
         dtype: float32 on a CPU, bfloat16 on CUDA, unless given.
         device_map: handed to transformers to spread the layers over several devices.
         revision: a hub commit or branch, in place of the pinned one.
+        trust_remote_code: run code that comes with a hub model; off unless you ask.
         check: run the short form of `Model.check()` and refuse a model that fails it.
 
     Raises:
@@ -104,7 +108,13 @@ def load(
         UnsupportedError: the model's cache is not one key and value per token and layer, or a check failed.
     """
     hf, tok, source = sources.fetch(
-        name, tokenizer=tokenizer, device=device, dtype=dtype, device_map=device_map, revision=revision
+        name,
+        tokenizer=tokenizer,
+        device=device,
+        dtype=dtype,
+        device_map=device_map,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )
     model = wrap(hf, tok, source)
     if check:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 
@@ -12,11 +10,17 @@ def default_budget(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free // 4
+    return min(_available() // 4, 2 << 30)
+
+
+def _available() -> int:
+    """Bytes that can be had without swapping. Free pages alone would not do: file caches fill them and give way."""
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not every system tells
-        free = 4 << 30
-    return min(free // 4, 2 << 30)
+        with open("/proc/meminfo", encoding="ascii") as file:
+            facts = dict(line.split(":", 1) for line in file)
+        return int(facts["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux
+        return 4 << 30
 
 
 def readable(n: float) -> str:

@@ -70,6 +70,10 @@ def _run(
     positions = torch.as_tensor(positions, dtype=torch.long).cpu()
     if positions.shape != ids.shape[1:]:
         raise InputError(f"{tuple(positions.shape)} positions for {ids.shape[1]} tokens.")
+    if cache is not None and int(positions.min()) < cache.end:
+        raise InputError(
+            f"position {int(positions.min())} lies before the cache's end {cache.end}; new tokens go behind it."
+        )
     if cache is None:
         fork = compat.new_cache()
         hidden = compat.forward(model.hf, ids, fork, positions)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
 Path = Literal["shared", "plain"]
+PLAIN_ROWS = 64
 Progress = Callable[[int], None]
 
 
@@ -96,7 +97,8 @@ def plan_sweep(
         kv = 2 * shape.n_layers * shape.n_kv_heads * shape.d_head * size * (n_pos + n_tail)
         # The copy that is patched, plus the concatenation that the model's own cache makes of it.
         per_row = 2 * kv + widest
-        rows = budget // per_row
+        # The cap keeps batch shapes, and so the last bits, from following whatever memory happens to be free.
+        rows = min(budget // per_row, PLAIN_ROWS)
     if rows < 1:
         raise InputError(
             f"one patched cache of {n_pos} positions takes {readable(per_row)}, more than the memory budget of "
@@ -121,7 +123,7 @@ def sweep(
     """Read the decision from `base.patched(site, donor)` for every site.
 
     Args:
-        base, donor: caches of the tokens before the tail (batch 1). Slots from the tail on are cut off.
+        base, donor: caches of exactly the tokens before the tail (batch 1); the tail is run behind `base.end`.
         sites: one patch per row; positions must lie before the tail. An empty site is the unpatched base.
         tail: `[tail]` tokens run on top of every patched cache, the decision token last.
         answers: token ids whose logits are read at the last tail token.
@@ -135,6 +137,13 @@ def sweep(
     for name, cache in (("base", base), ("donor", donor)):
         if cache.batch != 1:
             raise InputError(f"{name} has batch {cache.batch}; a sweep takes one base and one donor, each of batch 1.")
+        if cache.model_id != model.model_id:
+            raise InputError(f"{name} was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
+        if cache.dtype != model.dtype or cache.device != base.device:
+            raise InputError(
+                f"{name} is {cache.dtype} on {cache.device}, the model {model.dtype} on {model.device}; "
+                "use cache.to(device=..., dtype=...)."
+            )
     check_donor(base, donor, sites)
     plan = plan_sweep(model, len(sites), len(base), ids.shape[1], memory_budget=memory_budget, path=path)
     if not sites:

@@ -60,7 +60,7 @@ def suffix_concentration(
     50 % and 90 % of what all downstream positions carry together.
     """
     competence = Competence(min_gap, min_gap_noise)
-    options = {"draws": draws, "seed": seed}
+    options = {"draws": draws, "seed": seed, "path": path}
 
     def alone(case: Case) -> pd.DataFrame:
         cells = [*individual(case.pair), *windows(case.pair), *thirds(case.pair, model.shape.n_layers)]
@@ -105,7 +105,7 @@ def individual(pair: EncodedPair) -> Iterable[Cell]:
 def windows(pair: EncodedPair) -> Iterable[Cell]:
     """Nested windows: the last, or the first, x % of the downstream positions."""
     where = downstream_of(pair)
-    for share in WINDOWS:
+    for share in WINDOWS if where else ():
         k = max(1, round(share * len(where)))
         for side, part in (("from_end", where[-k:]), ("from_field", where[:k])):
             yield {"view": "window", "site": f"{side}:{share:.0%}", "k": k}, Site(part)
@@ -141,12 +141,14 @@ def rankings_of(case: Case, effects: pd.DataFrame) -> dict[str, list[int]]:
     by_others = {p: float(others.get(pair.anchors[p], -np.inf)) for p in where}
     top = best(by_others)
     known = [p for p in top if by_others[p] > -np.inf]
-    return {
-        "other_pairs": top,
+    rankings = {
         "attention": best({p: float(attention[p]) for p in where}),
         "same_pair": best({p: float(own[p]) for p in where}),
-        "bottom": [*reversed(known), *(p for p in top if p not in set(known))],
     }
+    if known:  # else no pair of another content could be measured, and there is nothing to rank by
+        rankings["other_pairs"] = top
+        rankings["bottom"] = [*reversed(known), *(p for p in top if p not in set(known))]
+    return rankings
 
 
 def cumulative_cells(
@@ -210,11 +212,16 @@ def _first_k(curve: pd.DataFrame, share: float) -> pd.DataFrame:
     """Each pair's smallest measured k that recovers `share` of what all its downstream positions recover together.
 
     Against the whole of the effect instead, pairs whose field carries a part of it would never get there, and a mean
-    over those that do would flatter.
+    over those that do would flatter. Pairs whose downstream positions carry less than a tenth are left out (`n` shows
+    how many are left): a share of next to nothing is reached anywhere.
     """
     if curve.empty:
         return curve
     whole = curve.loc[curve.groupby("pair")["k"].idxmax()].set_index("pair")["value"]
+    whole = whole[whole >= 0.1]
+    curve = curve[curve["pair"].isin(whole.index)]
+    if curve.empty:
+        return curve
     reached = curve[curve["value"] >= share * curve["pair"].map(whole)]
     first = reached.loc[reached.groupby("pair")["k"].idxmin()]
     return first.assign(value=first["k"].astype(float))

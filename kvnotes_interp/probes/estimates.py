@@ -29,7 +29,7 @@ class Estimates:
         """Give quantities that no pair could measure a row all the same, without a mean."""
         have = {row["quantity"] for row in self.rows}
         empty = {"mean": math.nan, "low": math.nan, "high": math.nan, "n": 0, "n_effective": 0}
-        self.rows += [{"quantity": q, **empty, "note": "no competent pair"} for q in quantities if q not in have]
+        self.rows += [{"quantity": q, **empty, "note": "no pair to measure it on"} for q in quantities if q not in have]
 
     def summary(self, probe: str, frame: pd.DataFrame, tried: pd.DataFrame) -> Summary:
         """The summary of a run, with its counts and controls."""

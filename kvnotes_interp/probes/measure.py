@@ -121,14 +121,25 @@ def open_case(model: Model, pair: EncodedPair, *, competence: Competence, sweepe
     tail, answers = [pair.old_ids[-1]], (pair.answer_old_id, pair.answer_new_id)
 
     def score(cache: KVCache) -> tuple[float, str]:
-        result = engine.sweep(model, cache, cache, [Site(())], tail, answers, path=sweeper.path)  # type: ignore[arg-type]
+        result = engine.sweep(
+            model,
+            cache,
+            cache,
+            [Site(())],
+            tail,
+            answers,
+            memory_budget=sweeper.memory_budget,
+            path=sweeper.path,  # type: ignore[arg-type]
+        )
         return float(result.difference[0]), result.path
 
     (old, path), (new, _) = score(base), score(donor)
     logits = engine.decide(model, base, tail, answers)[0]
     noise = engine.noise_floor(model, base, tail, answers, alone=logits)
-    eps = torch.finfo(model.dtype).eps
-    tolerance = max(8 * noise, 32 * eps * max(1.0, float(logits.abs().max())))
+    # The noise floor is a sample and can be 0 by luck, hence a second bound from the dtype. In 16 bits that bound is
+    # wide, so it never exceeds a tenth of the effect: a control that cannot fail is none.
+    rounding = 32 * torch.finfo(model.dtype).eps * max(1.0, float(logits.abs().max()))
+    tolerance = max(8 * noise, min(rounding, 0.1 * abs(new - old)))
     reason = competence.reason(old=old, new=new, noise=noise, control=pair.pair.kind == "control")
     plain = float(logits[1] - logits[0])
     return Case(model, pair, base, donor, old, new, plain, noise, tolerance, reason, path, sweeper)
@@ -219,6 +230,7 @@ def pair_row(case: Case | None, pair: EncodedPair | SetAside) -> dict[str, Any]:
         "s_old": case.old,
         "s_new": case.new,
         "noise": case.noise,
+        "sweep_path": case.path,
         "length": len(pair.old_ids),
         "field_start": pair.field[0],
         "field_stop": pair.field[1],

@@ -80,7 +80,14 @@ def local_patching(
     """
     parts, views = check_parts(parts), _check_views(views)
     competence = Competence(min_gap, min_gap_noise)
-    options = {"parts": list(parts), "views": list(views), "draws": draws, "map_pairs": map_pairs, "seed": seed}
+    options = {
+        "parts": list(parts),
+        "views": list(views),
+        "draws": draws,
+        "map_pairs": map_pairs,
+        "seed": seed,
+        "path": path,
+    }
 
     mapped = {pair.key for pair in pairs[:map_pairs]}
 
@@ -123,7 +130,7 @@ def cells_of(
     field, downstream = field_of(pair), downstream_of(pair)
     every = field + downstream
     at = {p: Case.at_pair(pair, p) for p in every}
-    for part in parts:
+    for part in check_parts(parts):
         for name, where in zip(STATES, (field, downstream, every), strict=True):
             yield {"view": "state", "site": name}, Site(where, part=part)
         if "position" in views:
@@ -204,12 +211,12 @@ def _interaction(state: pd.DataFrame) -> pd.DataFrame:
 
 
 def _enrichment(good: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Per pair and downstream group: its share of the positive single-position recovery over its share of positions.
+    """Per pair and region: its share of the positive single-position recovery over its share of positions.
 
     1 is what positions picked blindly would carry. The decision prompt and the chat template's tail are groups of their
     own, so that punctuation is not credited with what the last tokens do.
     """
-    here = good[(good["view"] == "position") & (good["part"] == "kv") & (good["region"] != "field")]
+    here = good[(good["view"] == "position") & (good["part"] == "kv")]
     if here.empty:
         return {}
     here = here.assign(gain=here["value"].clip(lower=0.0), one=1.0)

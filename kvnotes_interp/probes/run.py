@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvnotes_interp.engine import plan_sweep
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.measure import Case, Sweeper, open_case, pair_row
@@ -67,7 +68,6 @@ class Session:
         self.family = pairs[0].family
         machine = {"device": _device_name(model), "dtype": request["dtype"]}
         self.folder = Run.open(out, request=request, extra={"machine": machine}, resume=resume)
-        self.paths: set[str] = set()
 
     def __enter__(self) -> Session:
         return self
@@ -84,13 +84,13 @@ class Session:
         """
         lines = f"{stage}.pairs"
         costs = {pair.pair.key: cost(pair) for pair in self.encoded}
+        self._announce(costs)
         with Bar(total=sum(costs.values()), description=stage, enabled=self.progress) as bar:
             for pair in self.encoded:
                 key, counter = pair.pair.key, _Counter(bar)
                 if not self.folder.done(lines, key):
                     sweeper = Sweeper(self.memory_budget, self.path, counter)
                     case = open_case(self.model, pair, competence=self.competence, sweeper=sweeper)
-                    self.paths.add(case.path)
                     if not case.reason:
                         self.folder.put(stage, key, measure(case))
                     # The pair's own line comes last: it says that the pair is done.
@@ -104,6 +104,22 @@ class Session:
             tried = pd.concat([tried, aside], ignore_index=True)
         return rows, tried
 
+    def _announce(self, costs: dict[str, int]) -> None:
+        """Say how the largest pair will be cut into batches, before anything runs."""
+        if self.progress and costs:
+            from rich.console import Console
+
+            longest = max(self.encoded, key=lambda pair: costs[pair.pair.key])
+            plan = plan_sweep(
+                self.model,
+                costs[longest.pair.key],
+                longest.length - 1,
+                1,
+                memory_budget=self.memory_budget,
+                path=self.path,  # type: ignore[arg-type]
+            )
+            Console(stderr=True).print(f"largest pair: {plan}", highlight=False, markup=False)
+
     def finish(self, frame: pd.DataFrame, tried: pd.DataFrame, summary: Summary) -> Result:
         """Write the tables and figures and hand back the result."""
         noise = frame.loc[(frame["view"] == "control") & (frame["site"] == "noise_floor"), "value"]
@@ -112,7 +128,7 @@ class Session:
             pairs=tried,
             summary=summary,
             noise_floor=None if noise.empty else float(noise.max()),
-            sweep_path=sorted(self.paths),
+            sweep_path=sorted(set(tried["sweep_path"].dropna())) if "sweep_path" in tried else [],
         )
 
 
