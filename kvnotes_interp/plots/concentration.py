@@ -89,7 +89,7 @@ def draw(result: Result, *, part: str = "kv", mark: str = "other_pairs") -> go.F
 
 def _mark(fig: go.Figure, table: pd.DataFrame, colour: str) -> None:
     """Lines where the curve reaches 50 % and 90 % of what all positions carry, named clear of the curves."""
-    whole = float(table.loc[table["k"].idxmax(), "mean"])
+    whole = float(table.sort_values("k")["mean"].to_numpy()[-1])
     for level, side in ((0.5, "right"), (0.9, "left")):
         k = reached(table, level * whole)
         if k is None:
