@@ -42,7 +42,6 @@ ROWS = (
     Row("Random site of the field's size", "not reported", "pronoun", "random_site"),
     Row("Downstream only, keys alone", "not reported", "pronoun", "downstream_only_k"),
     Row("Downstream only, values alone", "not reported", "pronoun", "downstream_only_v"),
-    Row("Punctuation: share of recovery over share of positions", "not reported", "pronoun", "enrichment_delimiter"),
     Row("Field only, near-verbatim lookup", "0.25 to 0.63 (Qwen3, Llama-3.1-8B)", "capital", "field_only"),
     Row("Downstream only, near-verbatim lookup", "not reported", "capital", "downstream_only"),
     Row("Top 8, ranked on other pairs", "not reported", "pronoun-suffix", "top8_other_pairs"),
