@@ -90,7 +90,8 @@ def run(
     order = sorted(range(len(sites)), key=first.__getitem__)
     index = torch.as_tensor(list(answers))
     head = _Base(base, donor)
-    with attention.using(model.hf, attention.Plan()) as plan:
+    # The plan's bias makes the recorded hidden states those of the biased base; from then on the shared base has it.
+    with attention.using(model.hf, attention.Plan(bias=base.bias)) as plan:
         calls, last = _record(model, base, tail)
         plan.shared = attention.SharedBase(
             head.keys, head.values, head.bias, masked=_masked(calls[0].kwargs, len(base), tail.shape[1])
@@ -143,13 +144,7 @@ def _record(model: Model, base: KVCache, tail: Tensor) -> tuple[list[_Call], Flo
     try:
         fork = compat.new_cache(base.keys, base.values)
         positions = torch.arange(base.end, base.end + tail.shape[1])
-        # The plan's bias makes the recorded hidden states those of the biased base.
-        plan = attention.Plan(bias=base.bias)
-        token = attention._ACTIVE.set(plan)
-        try:
-            compat.forward(model.hf, tail, fork, positions)
-        finally:
-            attention._ACTIVE.reset(token)
+        compat.forward(model.hf, tail, fork, positions)
     finally:
         for handle in handles:
             handle.remove()
