@@ -2,8 +2,11 @@
 
 `with using(hf, plan):` switches a model to it and back. A plan may
 - add a per-key bias to the logits (compacted caches),
-- record the attention rows of chosen queries in float32 (never a T x T matrix),
+- cut edges: chosen queries no longer see chosen keys, in chosen layers and heads,
+- record the attention rows and the queries themselves of chosen slots in float32 (never a T x T matrix),
 - attend to one shared base cache from many patched rows at once (the sweep).
+
+Queries and keys are named by *slot*: their place in the whole sequence, the cache first, then the new tokens.
 
 Queries arrive post-rotary `[batch head pos d_head]`, keys and values `[batch kv_head pos d_head]`, heads not repeated.
 Scaling, soft-cap and masks are the model's own.
@@ -11,7 +14,7 @@ Scaling, soft-cap and masks are the model's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,19 +26,37 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvnotes_interp.errors import UnsupportedError
+from kvnotes_interp.errors import InputError, UnsupportedError
 
 NAME = "kvnotes"
 # How many bytes of attention scores one tile of rows may take. Tiles this size stay near a CPU's cache.
 _TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Edges taken out of the attention before the softmax, so that what is left is renormalised.
+
+    `keys` and `queries` are slots; `queries=None` means every new token, `layers=None` and `heads=None` all of them.
+    """
+
+    keys: tuple[int, ...]
+    queries: tuple[int, ...] | None = None
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+
+
 @dataclass
 class Recorder:
-    """Collects attention probabilities `[batch head row key]` (float32) of the last `rows` queries, per layer."""
+    """Collects, per layer and in float32 (float64 for a float64 model), what attention did for some query slots.
 
-    rows: int = 1
-    weights: dict[int, Float[Tensor, "batch head row key"]] = field(default_factory=dict)
+    `want` holds "patterns" `[batch head slot key]`, "queries" `[batch head slot d_head]` (rotated), or both.
+    """
+
+    slots: tuple[int, ...]
+    want: frozenset[str] = frozenset({"patterns"})
+    patterns: dict[int, Tensor] = field(default_factory=dict)
+    queries: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -74,6 +95,7 @@ class Plan:
     bias: tuple[Tensor | None, ...] | None = None
     recorder: Recorder | None = None
     shared: SharedBase | None = None
+    cuts: Sequence[Sequence[Cut]] = ()  # one list for all rows of the batch, or one per row
 
 
 _ACTIVE: ContextVar[Plan | None] = ContextVar("kvnotes_attention_plan", default=None)
@@ -156,10 +178,41 @@ def _attend_plain(
     if mask is not None:
         mask = mask[..., : key.shape[-2]]
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    start = key.shape[-2] - query.shape[-2]  # slot of the first query
+    if (cut := _cut(plan.cuts, layer, scores, start)) is not None:
+        scores = scores.masked_fill(cut, float("-inf"))
+        if bool(torch.isneginf(scores).all(-1).any()):
+            raise InputError(f"layer {layer}: a cut leaves a query without any key to attend to; spare its own slot.")
     weights = scores.softmax(-1)
     if plan.recorder is not None:
-        plan.recorder.weights[layer] = weights[:, :, -plan.recorder.rows :].to(torch.float32)
+        _record(plan.recorder, layer, weights, query, start)
     return (weights @ value.to(exact)).to(query.dtype)
+
+
+def _cut(
+    cuts: Sequence[Sequence[Cut]], layer: int, scores: Tensor, start: int
+) -> Bool[Tensor, "batch head query key"] | None:
+    """Which scores of this layer are cut; batch and head are 1 where they make no difference."""
+    here = [[c for c in row if (c.layers is None or layer in c.layers) and c.keys] for row in cuts]
+    if not any(here):
+        return None
+    n_heads, n_queries, n_keys = scores.shape[1:]
+    by_head = any(c.heads is not None for row in here for c in row)
+    mask = torch.zeros(len(here), n_heads if by_head else 1, n_queries, n_keys, dtype=torch.bool)
+    for index, row in enumerate(here):
+        for c in row:
+            heads = torch.tensor(range(mask.shape[1]) if c.heads is None else c.heads)
+            queries = torch.tensor(range(n_queries) if c.queries is None else [q - start for q in c.queries])
+            mask[index, heads[:, None, None], queries[:, None], torch.tensor(c.keys)] = True
+    return mask.to(scores.device)
+
+
+def _record(recorder: Recorder, layer: int, weights: Tensor, query: Tensor, start: int) -> None:
+    index = torch.tensor([s - start for s in recorder.slots], device=query.device)
+    if "patterns" in recorder.want:
+        recorder.patterns[layer] = weights[:, :, index]
+    if "queries" in recorder.want:
+        recorder.queries[layer] = query[:, :, index].to(weights.dtype)
 
 
 def _attend_shared(

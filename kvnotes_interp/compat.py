@@ -83,6 +83,36 @@ def attention_module(layer: nn.Module) -> nn.Module:
     raise UnsupportedError(f"{type(layer).__name__}: no attention module found.")
 
 
+def output_projection(layer: nn.Module) -> nn.Linear:
+    """The projection of a layer's head outputs, joined, into the residual stream."""
+    attention = attention_module(layer)
+    for name in ("o_proj", "dense", "out_proj", "c_proj"):
+        found = getattr(attention, name, None)
+        if isinstance(found, nn.Linear):
+            return found
+    raise UnsupportedError(f"{type(attention).__name__}: no output projection (a Linear) found.")
+
+
+def attention_write(layer: nn.Module) -> nn.Module:
+    """The module whose output, times `residual_scale`, a layer adds to the residual stream on behalf of attention.
+
+    The attention module itself, or the norm behind it in families that norm what a block writes (Gemma 2 and 3, OLMo 2
+    and 3, GLM 4): there the norm before the MLP goes by another name than `post_attention_layernorm`.
+    """
+    for name in ("post_self_attn_layernorm", "post_attention_layernorm"):
+        found = getattr(layer, name, None)
+        mlp_norms = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "post_feedforward_layernorm")
+        sandwiched = name == "post_self_attn_layernorm" or any(hasattr(layer, n) for n in mlp_norms)
+        if isinstance(found, nn.Module) and sandwiched:
+            return found
+    return attention_module(layer)
+
+
+def residual_scale(layer: nn.Module) -> float:
+    """What a layer multiplies its writes to the residual stream with (Granite), else 1."""
+    return float(getattr(layer, "residual_multiplier", 1.0))
+
+
 def rotary_modules(hf: PreTrainedModel) -> list[nn.Module]:
     """Modules that hold rotary inverse frequencies (`inv_freq`, or `<layer_type>_inv_freq`)."""
     return [m for m in decoder(hf).modules() if any(n.endswith("inv_freq") for n, _ in m.named_buffers(recurse=False))]

@@ -1,5 +1,16 @@
-"""Running a model on caches: prefill, extend, decide, decode, and the sweep over many patched caches."""
+"""Running a model on caches: prefill, extend, decide, decode, capture, and the sweep over many patched caches."""
 
+from kvnotes_interp.attention import Cut
+from kvnotes_interp.engine.capture import (
+    Captured,
+    Edits,
+    HeadPatch,
+    ResidualPatch,
+    WritePatch,
+    answer_logits,
+    capture,
+    head_writes,
+)
 from kvnotes_interp.engine.forward import (
     Generated,
     attention_rows,
@@ -12,13 +23,22 @@ from kvnotes_interp.engine.forward import (
 from kvnotes_interp.engine.sweep import SweepPlan, SweepResult, plan_sweep, sweep
 
 __all__ = [
+    "Captured",
+    "Cut",
+    "Edits",
     "Generated",
+    "HeadPatch",
+    "ResidualPatch",
     "SweepPlan",
     "SweepResult",
+    "WritePatch",
+    "answer_logits",
     "attention_rows",
+    "capture",
     "decide",
     "decode",
     "extend",
+    "head_writes",
     "noise_floor",
     "plan_sweep",
     "prefill",

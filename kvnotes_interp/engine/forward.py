@@ -148,12 +148,13 @@ def attention_rows(
 
     Memory: layers x heads x rows x keys x 4 bytes; no T x T matrix is made when `tail` is short.
     """
-    recorder = attention.Recorder(rows=rows)
     ids = as_ids(model, tail)
+    end = len(cache) + ids.shape[1]
+    recorder = attention.Recorder(tuple(range(end - rows, end)))
     fork = compat.new_cache(cache.keys, cache.values)
     with attention.using(model.hf, attention.Plan(bias=cache.bias, recorder=recorder)):
         compat.forward(model.hf, ids, fork, torch.arange(cache.end, cache.end + ids.shape[1]))
-    return torch.stack([recorder.weights[layer][0].cpu() for layer in range(cache.n_layers)])
+    return torch.stack([recorder.patterns[layer][0].float().cpu() for layer in range(cache.n_layers)])
 
 
 @torch.no_grad()
