@@ -13,9 +13,10 @@ from typing import Literal
 
 import yaml
 
+from kvnotes_interp import organisms
 from kvnotes_interp.errors import InputError, nearest
 
-Kind = Literal["hub", "wheel", "gguf", "folder", "live"]
+Kind = Literal["hub", "wheel", "gguf", "folder", "live", "organism"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -44,7 +45,7 @@ class ModelSource:
 
     Attributes:
         name: what the caller asked for.
-        kind: "hub", "wheel", "gguf", "folder" or "live".
+        kind: "hub", "wheel", "gguf", "folder", "live" or "organism".
         repo: hub id where there is one.
         revision: the resolved 40-digit commit, or "".
         sha256: of the GGUF file for "wheel" and "gguf"; for a folder below 1 GiB, of its weight files.
@@ -90,7 +91,7 @@ class Plan:
     """What a name stands for, before anything is read: `path` for files, `repo` for the hub."""
 
     name: str
-    kind: Literal["hub", "gguf", "folder"]
+    kind: Literal["hub", "gguf", "folder", "organism"]
     repo: str = ""
     revision: str | None = None
     path: Path | None = None
@@ -111,12 +112,16 @@ DEFAULT, ALIASES = _registry()
 
 
 def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Plan:
-    """Say what `name` means: an alias, a path to a folder or `.gguf` file, or a hub id. Loads nothing.
+    """Say what `name` means: an alias, an organism, a path to a folder or `.gguf` file, or a hub id. Loads nothing.
 
     Raises:
         InputError: the name is none of these, or a revision is given for a file.
     """
     text = os.fspath(name)
+    if text.lower().startswith(organisms.PREFIX):
+        if revision:
+            raise InputError(f'"{text}" is built on the spot and has no revision "{revision}": leave revision out.')
+        return Plan(organisms.PREFIX + organisms.check_name(text), "organism")
     alias = ALIASES.get(text.lower())
     path = Path(text).expanduser()
     if alias:
@@ -132,5 +137,5 @@ def resolve(name: str | os.PathLike[str], revision: str | None = None) -> Plan:
     raise InputError(
         f'Unknown model "{text}".{nearest(text.lower(), ALIASES)} Give an alias ({", ".join(ALIASES)}), a '
         "Hugging Face id "
-        f'such as "{ALIASES[DEFAULT].repo}", a model folder, or a .gguf file.'
+        f'such as "{ALIASES[DEFAULT].repo}", an organism ("{organisms.PREFIX}notes"), a model folder, or a .gguf file.'
     )

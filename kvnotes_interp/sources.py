@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvnotes_interp import organisms
 from kvnotes_interp.errors import InputError, UnsupportedError, nearest
 from kvnotes_interp.registry import (
     ALIASES,
@@ -101,6 +102,8 @@ def shape_of(name: Any, revision: str | None = None) -> ModelShape:
     plan = resolve(name, revision)
     if plan.alias and (revision is None or revision == plan.alias.revision):
         return plan.alias.shape
+    if plan.kind == "organism":
+        return shape_of_config(organisms.build(plan.name)[0].config)
     from transformers import AutoConfig
 
     from kvnotes_interp import downloads
@@ -121,6 +124,8 @@ def local_tokenizer(name: str) -> Any:
 
     plan = resolve(name)
     try:
+        if plan.kind == "organism":
+            return organisms.build(plan.name)[1]
         if plan.kind == "gguf":
             path = _existing(plan.path, "gguf")
             return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -174,6 +179,15 @@ def fetch(
         path = _existing(plan.path, "gguf")
         hf, own = downloads.read_gguf(path, load, tokenizer=tokenizer is None)
         source = ModelSource(plan.name, "gguf", sha256=downloads.sha256(path), note=f"dequantised from {path.name}")
+    elif plan.kind == "organism":
+        hf, own, note = organisms.build(plan.name)
+        where = load["device_map"]
+        if where is not None and not isinstance(where, dict):
+            raise InputError(f'{plan.name} is too small to be spread by device_map="{where}"; give a device.')
+        hf = hf.to(device=(where or {"": "cpu"})[""])
+        for weight in hf.parameters():  # weights only: rotary frequencies stay float32, as from_pretrained leaves them
+            weight.data = weight.data.to(load["dtype"])
+        source = ModelSource(plan.name, "organism", note=note)
     else:
         folder, source = _locate(plan, trust_remote_code)
         hf, own = _load_folder(folder, plan.name, load, tokenizer=tokenizer is None)
