@@ -80,7 +80,7 @@ def plan(
     """Plan a probe with its own options, as the probe's function takes them."""
     from kvnotes_interp.probes import concentration, patching
 
-    rest = dict(options)
+    rest = {name: value for name, value in options.items() if name != "path"}
     mapped = {pair.key for pair in pairs[: rest.pop("map_pairs", 0)]}
 
     def cells(pair: EncodedPair, n_layers: int) -> list[Site]:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 import kvnotes_interp as kv
-from kvnotes_interp import cli_options, probes, sites
+from kvnotes_interp import probes, sites
+from kvnotes_interp.cli import options as cli_options
 from kvnotes_interp.probes import patching
 from tests.results.factory import make_result
 
@@ -119,9 +120,10 @@ def test_wrong_device_and_dtype(kvprobe: Callable[..., Any]) -> None:
 
 
 def test_options_have_the_names_of_the_python_arguments() -> None:
-    from kvnotes_interp import cli
+    from kvnotes_interp.cli.probes import COMMANDS
 
-    for command, probe in ((cli.patch, probes.local_patching), (cli.suffix, probes.suffix_concentration)):
+    for name, command in COMMANDS.values():
+        probe = getattr(probes, name)
         own = {n for n, p in inspect.signature(probe).parameters.items() if p.kind is p.KEYWORD_ONLY} - {"progress"}
         options = inspect.signature(command).parameters
         assert own <= set(options)

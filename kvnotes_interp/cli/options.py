@@ -13,6 +13,7 @@ from kvnotes_interp.errors import InputError, nearest
 # As in sites.py and probes/patching.py, which cannot be asked without importing torch; a test holds them together.
 PARTS = ("kv", "k", "v")
 VIEWS = ("position", "layer", "layer_position", "region", "random")
+PATHS = ("auto", "shared", "plain")
 
 _MODEL, _PAIRS, _SITES, _RUN = "Model", "Pairs", "Sites", "Run"  # panels of --help
 
@@ -92,7 +93,8 @@ def words(option: str, text: str, choices: tuple[str, ...]) -> tuple[str, ...]:
     return words
 
 
-def choice(option: str, word: str, choices: tuple[str, ...]) -> None:
-    """Raise InputError with the nearest choice when `word` is none of them."""
+def choice(option: str, word: str, choices: tuple[str, ...]) -> str:
+    """`word`. Raises InputError with the nearest choice when it is none of them."""
     if word not in choices:
         raise InputError(f"{option} {word!r}: choose from {', '.join(choices)}.{nearest(word, choices)}")
+    return word

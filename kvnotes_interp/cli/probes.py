@@ -1,0 +1,163 @@
+"""One command per probe. A command turns its own options into those of the Python function; the rest is shared.
+
+@probe_command("local_patching")
+def patch(draws: opt.Draws = 8) -> dict[str, Any]:
+    '''Its help text.'''
+    return {"draws": draws}
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from kvnotes_interp.cli import options as opt
+from kvnotes_interp.cli.app import app
+from kvnotes_interp.cli.printing import emit, say, stoppable
+from kvnotes_interp.errors import InputError
+
+if TYPE_CHECKING:
+    from kvnotes_interp.results import Result
+
+OwnOptions = Callable[..., dict[str, Any]]
+
+COMMANDS: dict[str, tuple[str, Callable[..., None]]] = {}
+"""Command -> its probe, and the function behind it, whose signature holds all its options."""
+
+
+def _shared(
+    model: opt.ModelName = "smollm2-135m",
+    task: opt.TaskName = "pronoun",
+    n: opt.Count = 32,
+    seed: opt.Seed = 0,
+    device: opt.Device = None,
+    dtype: opt.Dtype = None,
+    revision: opt.Revision = None,
+    out: opt.Out = None,
+    resume: opt.Resume = False,
+    as_json: opt.AsJson = False,
+    dry_run: opt.DryRun = False,
+    split: opt.Split = None,
+    task_option: opt.TaskOption = None,
+    min_gap: opt.MinGap = 0.25,
+    min_gap_noise: opt.MinGapNoise = 50.0,
+    memory_budget: opt.Budget = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """The options that every probe command has."""
+
+
+def probe_command(probe: str, **defaults: Any) -> Callable[[OwnOptions], OwnOptions]:
+    """Register a command that runs `probes.<probe>`: its own options, then the shared ones, `defaults` over theirs."""
+
+    def register(own: OwnOptions) -> OwnOptions:
+        shared = [
+            p.replace(default=defaults.get(p.name, p.default), annotation=_hints(_shared)[p.name])
+            for p in inspect.signature(_shared).parameters.values()
+        ]
+        mine = [p.replace(annotation=_hints(own)[p.name]) for p in inspect.signature(own).parameters.values()]
+        names = [p.name for p in mine]
+
+        def command(**given: Any) -> None:
+            chosen = own(**{name: given.pop(name) for name in names})
+            run_probe(probe, chosen, SimpleNamespace(**given))
+
+        command.__signature__ = inspect.Signature([*shared, *mine])  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in (*shared, *mine)}
+        command.__doc__, command.__name__ = own.__doc__, own.__name__
+        app.command(own.__name__)(command)
+        COMMANDS[own.__name__] = (probe, command)
+        return own
+
+    return register
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(function, include_extras=True)
+
+
+@probe_command("local_patching")
+def patch(
+    parts: opt.Parts = "kv,k,v",
+    views: opt.Views = "all",
+    draws: opt.Draws = 8,
+    map_pairs: opt.MapPairs = 8,
+    path: opt.SweepPath = "auto",
+) -> dict[str, Any]:
+    """Local patching: field against everything after it, by position, layer and region."""
+    return {
+        "parts": opt.words("--parts", parts, opt.PARTS),
+        "views": opt.words("--views", views, opt.VIEWS),
+        "draws": draws,
+        "map_pairs": map_pairs,
+        "path": opt.choice("--path", path, opt.PATHS),
+    }
+
+
+@probe_command("suffix_concentration")
+def suffix(draws: opt.Draws = 5, path: opt.SweepPath = "auto") -> dict[str, Any]:
+    """Suffix concentration: how few positions after the field carry the decision."""
+    return {"draws": draws, "path": opt.choice("--path", path, opt.PATHS)}
+
+
+def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> None:
+    """Run `probe` with its own options, and with those that all probe commands share, by their Python names."""
+    check_run(given.model, given.revision, given.out, given.resume)
+    from kvnotes_interp import tasks as library
+
+    chosen = opt.task_options(given.task_option)
+    items = library.load(given.task, n=given.n, seed=given.seed, split=given.split, **chosen)
+    where = {"device": given.device, "dtype": given.dtype, "revision": given.revision}
+    if given.dry_run:
+        from kvnotes_interp import dryrun
+
+        emit(dryrun.plan(probe, options, given.model, items, seed=given.seed, **where), given.as_json)
+        return
+    from kvnotes_interp import probes
+    from kvnotes_interp.model import load
+
+    loaded = load(given.model, **where)
+    if not given.as_json:
+        say(f"{loaded.name} ({loaded.source.kind}) on {loaded.device} in {str(loaded.dtype).removeprefix('torch.')}")
+    with stoppable(given.out):
+        result: Result = getattr(probes, probe)(
+            loaded,
+            items,
+            **options,
+            seed=given.seed,
+            min_gap=given.min_gap,
+            min_gap_noise=given.min_gap_noise,
+            out=given.out,
+            resume=given.resume,
+            memory_budget=None if given.memory_budget is None else int(given.memory_budget * 2**30),
+            progress=not (given.quiet or given.as_json),
+        )
+    emit(result.summary(), given.as_json)
+    if not result.summary().counts["n_competent"]:
+        say(
+            f"No pair of {given.task} was competent: {loaded.name} does not change its answer, so nothing was measured."
+        )
+    if given.out is None:
+        say("Nothing was saved: add --out runs/NAME to keep the table, the manifest and the figures.")
+    else:
+        kinds = result.plots()
+        say(
+            f"Saved in {given.out}"
+            + (f"; open {given.out / 'figures' / kinds[0]}.html in a browser." if kinds else ".")
+        )
+
+
+def check_run(
+    model: str, revision: str | None, out: Path | None = None, resume: bool = False, *, marker: str = "manifest.json"
+) -> None:
+    """Refuse what can be refused before torch is imported: a wrong model name, a folder that is taken."""
+    from kvnotes_interp import registry
+
+    registry.resolve(model, revision)
+    if resume and out is None:
+        raise InputError("--resume needs --out, the folder of the run to go on with.")
+    if out is not None and not resume and (out / marker).exists():
+        raise InputError(f"{out} already holds a run. Pass --resume to take it up, or choose another folder.")
