@@ -96,6 +96,7 @@ class Plan:
     recorder: Recorder | None = None
     shared: SharedBase | None = None
     cuts: Sequence[Sequence[Cut]] = ()  # one list for all rows of the batch, or one per row
+    slots: Tensor | None = None  # `[query]` where the queries stand, when they do not stand behind the cache
 
 
 _ACTIVE: ContextVar[Plan | None] = ContextVar("kvnotes_attention_plan", default=None)
@@ -148,10 +149,22 @@ def attend(
     plan = _ACTIVE.get() or Plan()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if plan.slots is not None:
+        window = kwargs.get("sliding_window")
+        attention_mask = _seen(plan.slots.to(key.device), key.shape[-2], window)
     if plan.shared is not None:
         return _attend_shared(plan.shared, layer, query, key, value, scale, softcap), None
     out = _attend_plain(plan, layer, query, key, value, attention_mask, scale, softcap)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _seen(slots: Tensor, n_keys: int, window: int | None) -> Bool[Tensor, "1 1 query key"]:
+    """Causality, and the layer's window, counted in slots as transformers counts them."""
+    keys = torch.arange(n_keys, device=slots.device)
+    seen = keys <= slots[:, None]
+    if window is not None:
+        seen = seen & (keys > slots[:, None] - window)
+    return seen[None, None]
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:

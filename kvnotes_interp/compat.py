@@ -178,6 +178,26 @@ class PassThroughCache(DynamicCache):
         return key_states, value_states
 
 
+class SlotCache(DynamicCache):
+    """A cache of fixed length whose slots are overwritten: new keys and values go where `slots` says.
+
+    The tensors handed in are never written to. The attention function must be told the slots too (`Plan.slots`), since
+    transformers would take the new tokens to stand behind the cache.
+    """
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Int[Tensor, " slot"]) -> None:
+        super().__init__()
+        self.layers.extend(new_cache(keys, values).layers)
+        self.slots = slots
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layers[layer_idx]
+        at = self.slots.to(key_states.device)
+        layer.keys = layer.keys.index_copy(2, at, key_states.to(layer.keys.dtype))  # type: ignore[union-attr]
+        layer.values = layer.values.index_copy(2, at, value_states.to(layer.values.dtype))  # type: ignore[union-attr]
+        return layer.keys, layer.values
+
+
 # --- running -----------------------------------------------------------------------------------------------------
 
 

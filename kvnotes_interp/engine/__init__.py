@@ -20,6 +20,7 @@ from kvnotes_interp.engine.forward import (
     noise_floor,
     prefill,
 )
+from kvnotes_interp.engine.selective import Recomputed, blend, recompute
 from kvnotes_interp.engine.sweep import SweepPlan, SweepResult, plan_sweep, sweep
 
 __all__ = [
@@ -28,12 +29,14 @@ __all__ = [
     "Edits",
     "Generated",
     "HeadPatch",
+    "Recomputed",
     "ResidualPatch",
     "SweepPlan",
     "SweepResult",
     "WritePatch",
     "answer_logits",
     "attention_rows",
+    "blend",
     "capture",
     "decide",
     "decode",
@@ -42,5 +45,6 @@ __all__ = [
     "noise_floor",
     "plan_sweep",
     "prefill",
+    "recompute",
     "sweep",
 ]
