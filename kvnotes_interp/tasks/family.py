@@ -3,6 +3,7 @@
     kind: derived            # derived (a conclusion), verbatim (a lookup) or control (the answer must not change)
     about: What the family asks, in one sentence.
     source: Where the idea comes from.
+    label: "{place}'s visitor"  # the field in words, for texts that speak of it; "the value" by default
     content: field           # what makes two instances dependent: "field" (its two values) or the name of a slot
     prompt:                  # pieces in order, each `region: text`
       - context: "{field} went to the {place}. "
@@ -72,6 +73,7 @@ class Family(BaseModel):
     chat: bool = False
     prompt: list[dict[StrictStr, Any]] = Field(min_length=1)
     values: dict[StrictStr, list[StrictStr]] | list[StrictStr]
+    label: StrictStr = "the value"
     answer: StrictStr | None = None
     answers: list[StrictStr] | None = None
     slots: dict[StrictStr, list[Entry]] = Field(default_factory=dict)
@@ -84,6 +86,8 @@ class Family(BaseModel):
         self._check_answers()
         for name, entries in self.slots.items():
             _check_entries(name, entries)
+        if "{field}" in self.label or "{filler}" in self.label:
+            raise ValueError("label: {field} and {filler} may stand only in the prompt")
         used = {slot for text in self._texts(pieces) for slot in SLOT.findall(text)} - {"field", "filler"}
         known = self.slot_names()
         for slot in sorted(used - known):
@@ -157,7 +161,7 @@ class Family(BaseModel):
         texts = [text for _, text in pieces]
         for value, answer in self.entries():
             texts += [value, answer]
-        texts += self.answers or []
+        texts += [*(self.answers or []), self.label]
         for entries in self.slots.values():
             for entry in entries:
                 texts += entry.values() if isinstance(entry, dict) else [entry]

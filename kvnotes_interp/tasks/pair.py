@@ -66,6 +66,9 @@ class Pair:
         answer_old, answer_new: what follows each prompt, leading space included. For a control the first is
             the right answer of both prompts and the second the wrong one.
         chat: whether the prompt goes through the tokenizer's chat template.
+        label: the field in words, for texts that speak of it ("the order's status").
+        outcome_old, outcome_new: the answers by the names that all contents of the family share, such as
+            " {case.yes}" where the word itself differs by content; "" where there are none.
     """
 
     family: str
@@ -78,6 +81,9 @@ class Pair:
     answer_old: str
     answer_new: str
     chat: bool
+    label: str = "the value"
+    outcome_old: str = ""
+    outcome_new: str = ""
 
     @property
     def field_old(self) -> str:

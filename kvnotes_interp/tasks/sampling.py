@@ -208,7 +208,7 @@ def _combinations(family: FamilyFile, content: _Content) -> _Combinations:
     texts = [text for _, group in spec.turns() for _, text in group] + [
         t for pair in content.pairs for c in pair for t in c
     ]
-    texts += spec.answers or []
+    texts += [*(spec.answers or []), spec.label]
     reached: dict[str, list[Any]] = {}
     while texts:
         for slot in SLOT.findall(texts.pop()):
@@ -267,7 +267,29 @@ def _build(
         answer_old=answers[0],
         answer_new=answers[1],
         chat=chat,
+        label=_fill(spec.label, slots),
+        **_outcomes(family, old, new, slots),
     )
+
+
+def _outcomes(family: FamilyFile, old: Choice, new: Choice, slots: Mapping[str, Any]) -> dict[str, str]:
+    """The answers before their last words are filled in, where that tells them apart."""
+    names = [_outcome(answer, slots) for _, answer in (old, new)]
+    if family.spec.answers or names[0] == names[1]:
+        return {}
+    return {"outcome_old": names[0], "outcome_new": names[1]}
+
+
+def _outcome(answer: str, slots: Mapping[str, Any]) -> str:
+    """Fill slots that stand for other slots (a polarity's answer is one of the case's), and leave the others."""
+
+    def put(match: re.Match[str]) -> str:
+        base, _, key = match[1].partition(".")
+        entry = slots.get(base, "")
+        text = entry[key] if key else entry
+        return _outcome(text, slots) if SLOT.search(text) else match[0]
+
+    return SLOT.sub(put, answer)
 
 
 def _prompt(family: FamilyFile, slots: Mapping[str, Any], lines: list[str], chat: bool) -> Prompt:

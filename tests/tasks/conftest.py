@@ -18,7 +18,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(texts: list[str], *, bos: bool = True, chat: bool = True, vocab: int = 2500) -> Any:
+def build_tokenizer(texts: list[str], *, bos: bool = True, chat: bool = True, vocab: int = 3500) -> Any:
     """Byte-level BPE; `bos` adds <s> in front of plain text as Llama's tokenizer does."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
