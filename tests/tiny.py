@@ -19,5 +19,6 @@ def tiny(name: str, attn: str = "") -> Model:
 
 def tiny_with_tokenizer(name: str, tokenizer: Any, *, seed: int = 0) -> Model:
     """The same with a tokenizer, whose vocabulary the model takes."""
-    hf = build(name, attn="sdpa", seed=seed, vocab=len(tokenizer))
+    attn = "eager" if name in EAGER_ONLY else "sdpa"
+    hf = build(name, attn=attn, seed=seed, vocab=len(tokenizer))
     return wrap(hf, tokenizer, ModelSource(name=f"tiny-{name}", kind="live"))

@@ -1,0 +1,182 @@
+"""Operators: ways to make the cache of a prompt that is cut into blocks, each with an exact account of its cost.
+
+    blocks = operators.cut_texts(model.tokenizer, prefix, documents, suffix).blocks
+    made = operators.find("no_recompute")(model, blocks)
+    made.cache, made.layer_tokens
+    operators.find("cacheblend@0.3")        # NAME@VALUE: an operator with the one option of its name set
+
+An operator is a pure function `(model, blocks, *, options) -> Made` in a small file of its own; add it to `OPERATORS`.
+Nothing heavy is imported until one is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from kvnotes_interp.errors import InputError, nearest
+
+if TYPE_CHECKING:
+    from kvnotes_interp.model import Model
+    from kvnotes_interp.operators.blocks import Blocks as Blocks
+    from kvnotes_interp.operators.blocks import CutText as CutText
+    from kvnotes_interp.operators.blocks import cut_pair as cut_pair
+    from kvnotes_interp.operators.blocks import cut_texts as cut_texts
+    from kvnotes_interp.operators.compose import full_recompute as full_recompute
+    from kvnotes_interp.operators.compose import no_recompute as no_recompute
+    from kvnotes_interp.operators.compose import precompile as precompile
+    from kvnotes_interp.operators.made import Compiled as Compiled
+    from kvnotes_interp.operators.made import Made as Made
+    from kvnotes_interp.operators.skills import Skill as Skill
+    from kvnotes_interp.operators.skills import SkillStore as SkillStore
+    from kvnotes_interp.operators.skills import precompile_skill as precompile_skill
+    from kvnotes_interp.operators.splice import Spliced as Spliced
+    from kvnotes_interp.operators.splice import attach as attach
+    from kvnotes_interp.operators.splice import splice_skills as splice_skills
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator by name: `operator(model, blocks) -> Made`.
+
+    Args:
+        name: how it is called in tables and on the command line.
+        module, function: where it is defined, relative to this package.
+        about: one line. source: the paper, where there is one.
+        options: keyword arguments that this name stands for.
+    """
+
+    name: str
+    module: str
+    function: str
+    about: str
+    source: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __call__(self, model: Model, blocks: Blocks, **options: Any) -> Made:
+        """Run it; `options` go on top of the name's own."""
+        function = getattr(importlib.import_module(f"{__name__}.{self.module}"), self.function)
+        return function(model, blocks, **{**self.options, **options})
+
+
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        Operator("full_recompute", "compose", "full_recompute", "all tokens prefilled together: the reference"),
+        Operator(
+            "no_recompute",
+            "compose",
+            "no_recompute",
+            "chunks prefilled alone, keys moved into place, joined",
+            "SemPIC, arXiv 2607.28069",
+        ),
+        Operator(
+            "no_recompute_unmoved",
+            "compose",
+            "no_recompute",
+            "chunks prefilled alone and joined, keys not moved",
+            "Notes, arXiv 2606.17107 (naive control)",
+            {"move_keys": False},
+        ),
+        Operator(
+            "splice",
+            "splice",
+            "splice",
+            "no_recompute, then the first tokens of every chunk recomputed: @tokens, or @all",
+            "Notes, arXiv 2606.17107",
+            {"seam_repair": 8},
+        ),
+        Operator(
+            "epic",
+            "epic",
+            "epic",
+            "no_recompute, then a share of the tokens, the first of every chunk, recomputed: @share",
+            "EPIC, arXiv 2410.15332",
+            {"share": 0.15},
+        ),
+        Operator(
+            "cacheblend",
+            "cacheblend",
+            "cacheblend",
+            "no_recompute, then the share of the tokens that an early layer changes most recomputed: @share",
+            "CacheBlend, arXiv 2405.16444",
+            {"share": 0.15},
+        ),
+        Operator(
+            "random_recompute",
+            "random_recompute",
+            "random_recompute",
+            "no_recompute, then a random share of the tokens recomputed: @share",
+            "SemPIC, arXiv 2607.28069 (control)",
+            {"share": 0.15},
+        ),
+    )
+}
+
+_NAMES = {
+    "Blocks": "blocks",
+    "CutText": "blocks",
+    "cut_pair": "blocks",
+    "cut_texts": "blocks",
+    "Compiled": "made",
+    "Made": "made",
+    "full_recompute": "compose",
+    "no_recompute": "compose",
+    "precompile": "compose",
+    "Skill": "skills",
+    "SkillStore": "skills",
+    "precompile_skill": "skills",
+    "Spliced": "splice",
+    "attach": "splice",
+    "splice_skills": "splice",
+}
+
+__all__ = ["OPERATORS", "Operator", "find", "names", "setting", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def names() -> tuple[str, ...]:
+    """Names of all operators."""
+    return tuple(OPERATORS)
+
+
+def find(name: str) -> Operator:
+    """The operator of this name, or of NAME@VALUE: that operator with the one option of its name set to the value.
+
+    Raises InputError with the nearest right name.
+    """
+    base, at, value = str(name).partition("@")
+    if base not in OPERATORS:
+        raise InputError(
+            f"there is no operator {name!r}.{nearest(base, OPERATORS)} Operators: {', '.join(OPERATORS)}."
+        )
+    found = OPERATORS[base]
+    if not at:
+        return found
+    option = setting(found)
+    if not option:
+        raise InputError(f"operator {name!r}: {base} has no option to set; write {base}.")
+    return replace(found, name=name, options={**found.options, option: _value(name, value)})
+
+
+def setting(operator: Operator) -> str:
+    """The option that NAME@VALUE sets ("share" or "seam_repair"), or an empty string."""
+    return next((option for option in ("share", "seam_repair") if option in operator.options), "")
+
+
+def _value(name: str, text: str) -> int | float | str:
+    if text == "all":
+        return text
+    try:
+        return float(text) if "." in text or "e" in text else int(text)
+    except ValueError:
+        raise InputError(f'operator {name!r}: {text!r} is no number; write a share such as 0.15, or tokens.') from None
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{nearest(name, __all__)}")
+    value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+    globals()[name] = value
+    return value
