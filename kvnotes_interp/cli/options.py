@@ -14,8 +14,18 @@ from kvnotes_interp.errors import InputError, nearest
 PARTS = ("kv", "k", "v")
 VIEWS = ("position", "layer", "layer_position", "region", "random")
 PATHS = ("auto", "shared", "plain")
+RANKINGS = (
+    "causal",
+    "kv_change",
+    "hidden_change",
+    "attention",
+    "punctuation",
+    "last",
+    "random",
+    "profiled",
+)
 
-_MODEL, _PAIRS, _SITES, _RUN = "Model", "Pairs", "Sites", "Run"  # panels of --help
+_MODEL, _PAIRS, _SITES, _EDITS, _RUN = "Model", "Pairs", "Sites", "Edits", "Run"  # panels of --help
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -55,6 +65,18 @@ Draws = Annotated[
 MapPairs = Annotated[
     int, _option(_SITES, "Pairs, from the first, that get the layer x position map.", metavar="N", min=0)
 ]
+Ks = Annotated[str, _option(_EDITS, "Positions recomputed besides the field, for each ranking.", metavar="LIST")]
+Rankings = Annotated[
+    str,
+    _option(_EDITS, f"Which positions come first: all, or some of {', '.join(RANKINGS)}.", metavar="LIST"),
+]
+Wordings = Annotated[
+    str,
+    _option(
+        _EDITS, "Of the erratum, the default one first: override, bare, tagged, aggressive, restate.", metavar="LIST"
+    ),
+]
+Shares = Annotated[str, _option(_EDITS, "Of the prompt, for CacheBlend.", metavar="LIST")]
 Out = Annotated[Path | None, _option(_RUN, "Run folder: table, manifest, figures.", metavar="DIR")]
 Resume = Annotated[bool, _option(_RUN, "Go on with a killed run in --out.", "--resume")]
 AsJson = Annotated[bool, _option(_RUN, "The summary as JSON, and nothing else, on standard output.", "--json")]
@@ -91,6 +113,14 @@ def words(option: str, text: str, choices: tuple[str, ...]) -> tuple[str, ...]:
     for word in words:
         choice(option, word, choices)
     return words
+
+
+def numbers(option: str, text: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
+    """The numbers of a comma-separated list. Raises InputError on anything else."""
+    try:
+        return tuple(kind(word) for word in text.split(",") if word.strip())
+    except ValueError as error:
+        raise InputError(f"{option} {text!r}: write numbers with commas between them, such as 1,2,4.") from error
 
 
 def choice(option: str, word: str, choices: tuple[str, ...]) -> str:

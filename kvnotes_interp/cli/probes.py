@@ -103,6 +103,22 @@ def suffix(draws: opt.Draws = 5, path: opt.SweepPath = "auto") -> dict[str, Any]
     return {"draws": draws, "path": opt.choice("--path", path, opt.PATHS)}
 
 
+@probe_command("edit_frontier")
+def edit(
+    ks: opt.Ks = "1,2,4,8,16",
+    rankings: opt.Rankings = "attention,causal,kv_change,profiled,random",
+    wordings: opt.Wordings = "override,bare,tagged,aggressive",
+    shares: opt.Shares = "0.15,0.5",
+) -> dict[str, Any]:
+    """Edits of the cache: errata, recomputes and their bounds, with what each costs."""
+    return {
+        "ks": opt.numbers("--ks", ks, int),
+        "rankings": opt.words("--rankings", rankings, opt.RANKINGS),
+        "wordings": tuple(wordings.split(",")),
+        "shares": opt.numbers("--shares", shares, float),
+    }
+
+
 def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> None:
     """Run `probe` with its own options, and with those that all probe commands share, by their Python names."""
     check_run(given.model, given.revision, given.out, given.resume)

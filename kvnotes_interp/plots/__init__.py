@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 
     from kvnotes_interp.results import Result
 
-# kind -> (module, the view it needs, what it shows); the most telling first.
-KINDS: dict[str, tuple[str, str, str]] = {
-    "concentration": ("concentration", "cumulative", "recovery against the number of top-ranked positions"),
-    "map": ("layer_map", "layer_position", "layer x position heat map with the tokens"),
-    "states": ("states", "state", "the cache states with intervals"),
-    "strip": ("strip", "position", "one prompt, each token coloured by its recovery"),
-    "regions": ("regions", "region", "share of the effect against share of the positions"),
-    "layers": ("layers", "layer", "recovery of a single layer"),
-    "windows": ("windows", "window", "recovery of nested windows"),
+# kind -> (module, the view it needs, the readout of that view, what it shows); the most telling first.
+KINDS: dict[str, tuple[str, str, str, str]] = {
+    "frontier": ("frontier", "edit", "correct", "what each edit of the cache costs, and how often it is right"),
+    "concentration": ("concentration", "cumulative", "recovery", "recovery against the number of top-ranked positions"),
+    "map": ("layer_map", "layer_position", "recovery", "layer x position heat map with the tokens"),
+    "states": ("states", "state", "recovery", "the cache states with intervals"),
+    "strip": ("strip", "position", "recovery", "one prompt, each token coloured by its recovery"),
+    "regions": ("regions", "region", "recovery", "share of the effect against share of the positions"),
+    "layers": ("layers", "layer", "recovery", "recovery of a single layer"),
+    "windows": ("windows", "window", "recovery", "recovery of nested windows"),
 }
 
 
@@ -32,7 +33,7 @@ def available(result: Result) -> tuple[str, ...]:
     """Kinds that this result holds the rows for."""
     from kvnotes_interp.plots.data import has
 
-    return tuple(kind for kind, (_, view, _) in KINDS.items() if has(result, view))
+    return tuple(kind for kind, (_, view, readout, _) in KINDS.items() if has(result, view, readout=readout))
 
 
 def draw(result: Result, kind: str | None = None, **options: Any) -> Figure:
@@ -49,10 +50,10 @@ def draw(result: Result, kind: str | None = None, **options: Any) -> Figure:
         raise InputError(
             f"there is no plot {kind!r}.{nearest(str(kind), KINDS)} This result can draw: {', '.join(kinds) or 'none'}."
         )
-    module, view, _ = KINDS[kind]
+    module, view, readout, _ = KINDS[kind]
     if kind not in kinds:
         raise InputError(
-            f"plot {kind!r} needs rows of the view {view!r}, which this result lacks. "
+            f"plot {kind!r} needs {readout} in the view {view!r}, which this result lacks. "
             f"It can draw: {', '.join(kinds) or 'nothing'}."
         )
     function = importlib.import_module(f"{__name__}.{module}").draw

@@ -35,10 +35,10 @@ def rows_of(result: Result, view: str, *, part: str | None = "kv", readout: str 
     return found
 
 
-def has(result: Result, view: str) -> bool:
-    """Whether `rows_of` would find rows of this view, for part "kv"."""
+def has(result: Result, view: str, *, part: str | None = "kv", readout: str = "recovery") -> bool:
+    """Whether `rows_of` would find rows of this view."""
     try:
-        return len(rows_of(result, view)) > 0
+        return len(rows_of(result, view, part=part, readout=readout)) > 0
     except InputError:
         return False
 
