@@ -67,6 +67,23 @@ def check(
 
 
 @app.command()
+def calibrate(
+    n: Annotated[int, typer.Option("--n", metavar="N", min=4, help="Pairs per organism.")] = 12,
+    seed: opt.Seed = 0,
+    device: opt.Device = None,
+    as_json: opt.AsJson = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Run every probe on models whose answer is known: expected against measured."""
+    from kvnotes_interp.calibrate import calibrate as run_all
+
+    found = run_all(n=n, seed=seed, device=device, progress=not (quiet or as_json))
+    emit(found, as_json)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def models(as_json: opt.AsJson = False) -> None:
     """List model aliases, what they stand for, and how large they are."""
     from kvnotes_interp import registry

@@ -1,0 +1,199 @@
+"""Calibration: every probe on models whose answer is known, expected against measured.
+
+The organisms are wired, not trained (see `organisms/structural.py`), so what a probe must find on them follows from the
+wiring: on `notes` the field carries nothing and the full stops everything, on `direct` the reverse, on `mixed` each
+some, on `null` nothing at all. A probe that misses one of these is wrong, whatever it says of a language model.
+
+What this does not prove: that a probe is sensitive enough for effects that are small or spread out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvnotes_interp.progress import Bar
+
+if TYPE_CHECKING:
+    from kvnotes_interp.model import Model
+    from kvnotes_interp.results import Result
+
+MECHANISMS = ("notes", "direct", "mixed", "null")
+EXACT = 1e-4  # float32 sweeps in batches: rounding, not an effect
+
+
+@dataclass(frozen=True)
+class Known:
+    """What one quantity must be: between `low` and `high`."""
+
+    organism: str
+    probe: str
+    quantity: str
+    low: float
+    high: float
+    why: str
+
+    @property
+    def expected(self) -> str:
+        """In words: a number, or a range."""
+        middle = (self.low + self.high) / 2
+        if self.high - self.low <= 2 * EXACT * 1.01:
+            return f"{middle:g}"
+        return f"{self.low:g} to {self.high:g}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A known quantity and what was measured."""
+
+    known: Known
+    measured: float
+
+    @property
+    def passed(self) -> bool:
+        return math.isfinite(self.measured) and self.known.low <= self.measured <= self.known.high
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """All findings of one calibration."""
+
+    findings: tuple[Finding, ...]
+    seed: int
+
+    @property
+    def passed(self) -> bool:
+        return all(finding.passed for finding in self.findings)
+
+    @property
+    def failures(self) -> tuple[Finding, ...]:
+        return tuple(finding for finding in self.findings if not finding.passed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        rows = [{**vars(f.known), "measured": f.measured, "passed": f.passed} for f in self.findings]
+        return {"passed": self.passed, "seed": self.seed, "findings": rows}
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+
+        table = Table(title="Calibration on models whose answer is known", title_justify="left", pad_edge=False)
+        for column in ("", "organism", "probe", "quantity", "expected", "measured"):
+            table.add_column(column, justify="right" if column == "measured" else "left", overflow="fold")
+        before = ""
+        for f in self.findings:
+            mark = "[green]✓[/]" if f.passed else "[red]✗[/]"
+            name = f.known.organism if f.known.organism != before else ""
+            before = f.known.organism
+            value = f"{f.measured:.3f}".replace("-0.000", "0.000")
+            table.add_row(mark, name, f.known.probe, f.known.quantity, f.known.expected, value)
+        good = sum(f.passed for f in self.findings)
+        return Group(table, f"{good} of {len(self.findings)} as expected" + ("" if self.passed else ": NOT calibrated"))
+
+
+def calibrate(*, n: int = 12, seed: int = 0, device: str | None = None, progress: bool = True) -> Calibration:
+    """Run every probe on every organism and hold what it finds against what the wiring says.
+
+    Args:
+        n: pairs per organism. seed: of the pairs and of the probes.
+    """
+    from kvnotes_interp import tasks
+    from kvnotes_interp.model import load
+
+    pairs = tasks.load("signal", n=n, seed=seed)
+    findings: list[Finding] = []
+    with Bar(total=len(MECHANISMS) * len(PROBES), description="calibrate", enabled=progress) as bar:
+        for organism in MECHANISMS:
+            model = load(f"organism:{organism}", device=device, dtype="float32")
+            for probe in PROBES:
+                for quantity, measured, low, high, why in probe(model, organism, pairs, seed):
+                    name = probe.__name__.removeprefix("_")
+                    findings.append(Finding(Known(organism, name, quantity, low, high, why), measured))
+                bar.advance(1)
+    return Calibration(tuple(findings), seed)
+
+
+Expectation = tuple[str, float, float, float, str]  # quantity, measured, low, high, why
+
+
+def _exactly(quantity: str, measured: float, value: float, why: str, *, within: float = EXACT) -> Expectation:
+    return quantity, measured, value - within, value + within, why
+
+
+def _mean(result: Result, quantity: str) -> float:
+    rows = result.summary().rows
+    found = rows.loc[rows["quantity"] == quantity, "mean"]
+    return float(found.iloc[0]) if len(found) else math.nan
+
+
+def _competent(result: Result, organism: str, n: int) -> Iterator[Expectation]:
+    count = float(result.summary().counts["n_competent"])
+    if organism == "null":
+        yield _exactly("competent pairs", count, 0, "the field reaches nothing")
+    else:
+        yield "competent pairs", count, 0.9 * n, float(n), "the answers were fitted"
+
+
+def _patching(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Iterator[Expectation]:
+    from kvnotes_interp import probes
+
+    found = probes.local_patching(
+        model, pairs, views=("position", "layer", "random"), parts=("kv", "v"), seed=seed, progress=False
+    )
+    yield from _competent(found, organism, len(pairs))
+    if organism == "null":
+        return
+    field, downstream = _mean(found, "field_only"), _mean(found, "downstream_only")
+    if organism == "mixed":
+        yield "field_only", field, 0.02, 0.98, "half of the heads let the decision token see the field"
+        yield "downstream_only", downstream, 0.02, 0.98, "half of the heads take notes"
+    else:
+        notes = float(organism == "notes")
+        yield _exactly("field_only", field, 1 - notes, "the wiring")
+        yield _exactly("downstream_only", downstream, notes, "the wiring")
+        yield _exactly("interaction", _mean(found, "interaction"), 0, "one way only")
+    rows = found.frame[(found.frame["view"] == "position") & (found.frame["readout"] == "recovery")]
+    others = rows[(rows["token"] != ".") & (rows["region"] != "field")]["value"].abs().max()
+    yield _exactly("largest effect of any other position", float(others), 0, "only full stops take notes")
+
+
+def _concentration(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Iterator[Expectation]:
+    from kvnotes_interp import probes
+
+    if organism == "null":
+        return
+    found = probes.suffix_concentration(model, pairs, seed=seed, progress=False)
+    top, random = _mean(found, "top8_other_pairs"), _mean(found, "top8_random")
+    if organism == "notes":
+        yield _exactly("top 8, other pairs", top, 1, "there are fewer notes than eight")
+        yield "random 8", random, -EXACT, 0.9, "most positions hold no note"
+    if organism == "direct":
+        yield _exactly("top 8, other pairs", top, 0, "nothing behind the field carries anything")
+        yield _exactly("random 8", random, 0, "nothing behind the field carries anything")
+    if organism == "mixed":
+        yield "top 8, other pairs", top, 0.02, 0.98, "the notes carry some"
+
+
+def _editing(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Iterator[Expectation]:
+    from kvnotes_interp import probes
+
+    if organism == "null":
+        return
+    found = probes.edit_frontier(
+        model, pairs[:6], ks=(8,), rankings=("profiled",), wordings=("restate",), shares=(), seed=seed, progress=False
+    )
+    field, few = _mean(found, "field_only"), _mean(found, "recompute_top_8_profiled")
+    if organism == "mixed":
+        yield "field recomputed", field, 0.02, 0.98, "half of the heads"
+    else:
+        yield _exactly("field recomputed", field, float(organism == "direct"), "the wiring")
+    if organism == "mixed":  # a note may work against the rest, and then does not rank among the first eight
+        yield "field and eight positions recomputed", few, 0.9, 1.1, "field and notes are all there is"
+    else:
+        yield _exactly("field and eight positions recomputed", few, 1, "field and notes are all there is")
+
+
+PROBES: tuple[Callable[..., Iterator[Expectation]], ...] = (_patching, _concentration, _editing)
