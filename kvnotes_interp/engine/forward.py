@@ -103,7 +103,7 @@ def decide(model: Model, cache: KVCache, tail: TokenIds, answers: Sequence[int])
 
 @dataclass(frozen=True)
 class Generated:
-    """Greedy continuation: token ids, their text, and the cache that holds them (the last token is not run)."""
+    """A continuation: token ids, their text, and the cache that holds them (the last token is not run)."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -118,20 +118,31 @@ def decode(
     *,
     max_new_tokens: int,
     stop: Sequence[int] | None = None,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> Generated:
-    """Greedy decoding with explicit positions, after running `token_ids` on top of `cache` (batch 1).
+    """Decoding with explicit positions, after running `token_ids` on top of `cache` (batch 1).
+
+    Greedy at temperature 0; above it, tokens are drawn from the softmax of logits / temperature, from `seed`.
 
     transformers' own generate() counts cache slots as tokens, so an edited or compacted cache would be fed the wrong
     tokens at the wrong positions; it is not used. `stop` defaults to the model's end-of-sequence tokens.
     """
     if cache.batch != 1:
         raise InputError(f"decode runs one row; this cache has batch {cache.batch}.")
+    if temperature < 0:
+        raise InputError(f"temperature={temperature}: 0 is greedy, above it tokens are drawn.")
+    generator = torch.Generator().manual_seed(seed)
     stops = set(model.stop_ids if stop is None else stop)
     out: list[int] = []
     ids = as_ids(model, token_ids)
     while len(out) < max_new_tokens:
         cache, hidden = extend(model, cache, ids)
-        token = int(compat.unembed(model.hf, hidden[:, -1])[0].argmax())
+        logits = compat.unembed(model.hf, hidden[:, -1])[0].cpu()
+        if temperature > 0:
+            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        else:
+            token = int(logits.argmax())
         out.append(token)
         if token in stops:
             break

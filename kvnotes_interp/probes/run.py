@@ -75,6 +75,10 @@ class Session:
     def __exit__(self, *error: object) -> None:
         self.folder.close()
 
+    def open_case(self, pair: EncodedPair, sweeper: Sweeper) -> Case:
+        """The pair on this model; an adapter opens it through another engine."""
+        return open_case(self.model, pair, competence=self.competence, sweeper=sweeper)
+
     def run(
         self, stage: str, measure: Callable[[Case], pd.DataFrame], *, cost: Callable[[EncodedPair], int]
     ) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -90,7 +94,7 @@ class Session:
                 key, counter = pair.pair.key, _Counter(bar)
                 if not self.folder.done(lines, key):
                     sweeper = Sweeper(self.memory_budget, self.path, counter)
-                    case = open_case(self.model, pair, competence=self.competence, sweeper=sweeper)
+                    case = self.open_case(pair, sweeper)
                     if not case.reason:
                         self.folder.put(stage, key, measure(case))
                     # The pair's own line comes last: it says that the pair is done.

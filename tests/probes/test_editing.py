@@ -10,7 +10,8 @@ import torch
 
 import kvnotes_interp as kv
 from kvnotes_interp.errors import ControlError, InputError
-from kvnotes_interp.probes import editing
+from kvnotes_interp.probes.editing import frontier
+from kvnotes_interp.probes.editing.thought import named_last
 
 SMALL: dict[str, Any] = {"ks": (1, 4), "rankings": ("causal", "random"), "wordings": ("restate",), "progress": False}
 
@@ -83,8 +84,8 @@ def test_arithmetic_per_layer_token_is_that_of_the_matrices() -> None:
     model = kv.load("organism:notes", device="cpu")
     layer = model.hf.model.layers[0]
     weights = sum(p.numel() for p in layer.parameters() if p.ndim == 2)
-    assert editing.flops_per_layer_token(model, 0) == 2 * weights
-    more = editing.flops_per_layer_token(model, 10) - editing.flops_per_layer_token(model, 0)
+    assert frontier.flops_per_layer_token(model, 0) == 2 * weights
+    more = frontier.flops_per_layer_token(model, 10) - frontier.flops_per_layer_token(model, 0)
     assert more == 2 * 2 * 10 * model.shape.n_heads * model.shape.d_head  # scores and their sum of values
 
 
@@ -95,6 +96,35 @@ def test_wrong_options_are_refused_by_name() -> None:
         kv.probes.edit_frontier(model, pairs, rankings=("causl",))
     with pytest.raises(InputError, match="wordings is empty"):
         kv.probes.edit_frontier(model, pairs, wordings=())
+
+
+def test_over_many_turns_the_grown_cache_is_the_prefill_and_on_direct_the_last_word_decides() -> None:
+    model = kv.load("organism:direct", device="cpu")
+    found = kv.probes.edit_frontier(model, kv.tasks.load("signal", n=3, seed=4), turns=4, **SMALL)
+    rows = found.frame[found.frame["view"] == "horizon"]
+    assert set(rows["k"]) == {1, 2, 3, 4}
+    assert rows.loc[rows["readout"] == "gap", "value"].max() < 1e-4
+    lengths = rows[rows["readout"] == "length"].groupby("k")["value"].mean()
+    assert lengths.is_monotonic_increasing
+    assert {"horizon_first_half", "horizon_second_half"} <= set(found.summary().rows["quantity"])
+
+
+def test_a_thought_is_written_on_the_edited_cache_and_counted() -> None:
+    model = kv.load("organism:direct", device="cpu")
+    found = kv.probes.edit_frontier(model, kv.tasks.load("signal", n=3, seed=4), thought_tokens=5, **SMALL)
+    rows = found.frame[found.frame["view"] == "thought"]
+    assert set(rows["site"]) == {"stale", "field_only", "oracle", "erratum", "field_erratum"}
+    assert rows.loc[rows["readout"] == "thought_tokens", "value"].max() <= 5
+    both = rows[rows["readout"] == "logit_diff"].pivot_table(index="pair", columns="site", values="value")
+    # The decision reads the field itself, and what is written between does not see it.
+    assert both["oracle"].to_numpy() == pytest.approx(both["field_only"].to_numpy(), abs=1e-4)
+    assert abs(both["oracle"] - both["stale"]).max() > 1e-2
+
+
+def test_the_answer_that_a_text_names_last() -> None:
+    assert named_last("He went. Then she left.", " he", " she") == "new"
+    assert named_last("She, no: he.", " he", " she") == "old"
+    assert named_last("The shelter.", " he", " she") is None
 
 
 @pytest.mark.slow

@@ -34,13 +34,13 @@ def erratum(setting: Setting, *, wording: str = "override") -> Made:
     Args:
         wording: one of WORDINGS, or a text with {label} and {value}.
     """
-    return _appended(setting, setting.stale, _text_ids(setting, wording, setting.pair.pair.field_new))
+    return _appended(setting, setting.stale, text_ids(setting, wording, setting.pair.pair.field_new))
 
 
 def field_erratum(setting: Setting, *, wording: str = "override") -> Made:
     """`field_only` first, then the erratum: both run on the edited cache, not on a prefill of the new text."""
     edited = states.field_only(setting)
-    said = _appended(setting, edited.cache, _text_ids(setting, wording, setting.pair.pair.field_new))
+    said = _appended(setting, edited.cache, text_ids(setting, wording, setting.pair.pair.field_new))
     return Made(
         said.cache,
         edited.recomputed_tokens + said.recomputed_tokens,
@@ -50,13 +50,13 @@ def field_erratum(setting: Setting, *, wording: str = "override") -> Made:
 
 def wrong_value(setting: Setting, *, wording: str = "override") -> Made:
     """Control: an erratum that states the old value. The decision must stay the old one."""
-    return _appended(setting, setting.stale, _text_ids(setting, wording, setting.pair.pair.field_old))
+    return _appended(setting, setting.stale, text_ids(setting, wording, setting.pair.pair.field_old))
 
 
 def irrelevant_field(setting: Setting, *, wording: str = "override") -> Made:
     """Control: an erratum about a field that the prompt does not have. The decision must stay the old one."""
     label, value = _ELSEWHERE
-    return _appended(setting, setting.stale, _text_ids(setting, wording, value, label=label))
+    return _appended(setting, setting.stale, text_ids(setting, wording, value, label=label))
 
 
 def no_op(setting: Setting) -> Made:
@@ -64,7 +64,11 @@ def no_op(setting: Setting) -> Made:
     return _appended(setting, setting.stale, _encoded(setting, _NOTHING))
 
 
-def _text_ids(setting: Setting, wording: str, value: str, *, label: str | None = None) -> list[int]:
+def text_ids(setting: Setting, wording: str, value: str, *, label: str | None = None) -> list[int]:
+    """Token ids of an erratum that states `value`, as they stand before the decision text.
+
+    Raises InputError for a wording that is none of WORDINGS and has no {value}.
+    """
     pair = setting.pair
     if wording == RESTATE:
         side = "new" if value == pair.pair.field_new else "old"

@@ -25,6 +25,8 @@ from kvnotes_interp.errors import ControlError, InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators import edits as library
 from kvnotes_interp.operators.made import Made
+from kvnotes_interp.probes.editing.horizon import horizon_rows
+from kvnotes_interp.probes.editing.thought import thought_rows
 from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.probes.measure import Case, identity_controls
 from kvnotes_interp.probes.run import Session, plan_request
@@ -84,6 +86,9 @@ def edit_frontier(
     rankings: Sequence[str] = ("attention", "causal", "kv_change", PROFILED, "random"),
     wordings: Sequence[str] = ("override", "bare", "tagged", "aggressive"),
     shares: Sequence[float] = (0.15, 0.5),
+    thought_tokens: int = 0,
+    temperature: float = 0.0,
+    turns: int = 0,
     seed: int = 0,
     min_gap: float = 0.25,
     min_gap_noise: float = 50.0,
@@ -99,7 +104,10 @@ def edit_frontier(
         rankings: of RANKINGS; those that look at the new run show what a choice could reach, not what it would save.
         wordings: of the erratum; the first is the one of the frontier, the others are compared with it.
         shares: of the prompt, for CacheBlend.
-        seed: of random rankings and the bootstrap.
+        thought_tokens, temperature: also decide after a chain of thought of up to so many tokens, greedy at
+            temperature 0 (see `thought.py`); 0 leaves that out.
+        turns: also let the field toggle so many times, with errata alone (see `horizon.py`).
+        seed: of random rankings, drawn tokens and the bootstrap.
         out, resume, memory_budget, min_gap, min_gap_noise: as in `local_patching`.
 
     Raises ControlError when recomputing everything behind the field is not the oracle, InputError on wrong options.
@@ -116,6 +124,9 @@ def edit_frontier(
         "rankings": list(rankings),
         "wordings": list(wordings),
         "shares": list(shares),
+        "thought_tokens": thought_tokens,
+        "temperature": temperature,
+        "turns": turns,
         "seed": seed,
     }
     with Session(
@@ -134,14 +145,23 @@ def edit_frontier(
         others = session.encoded
 
         def measure(case: Case) -> pd.DataFrame:
-            return pd.concat([identity_controls(case), _rows(case, arms, others, seed)], ignore_index=True)
+            setting = library.Setting(case.model, case.pair, case.base, case.donor)
+            rows = _rows(case, setting, arms, others, seed)
+            if thought_tokens:
+                rows += thought_rows(
+                    case, setting, budget=thought_tokens, wording=wordings[0], temperature=temperature, seed=seed
+                )
+            if turns:
+                rows += horizon_rows(case, setting, turns=turns, wording=wordings[0])
+            return pd.concat([identity_controls(case), pd.DataFrame(rows)], ignore_index=True)
 
         frame, tried = session.run("edits", measure, cost=lambda _: len(arms))
         return session.finish(frame, tried, summarise(frame, tried, arms, model=model.name, seed=seed))
 
 
-def _rows(case: Case, arms: Sequence[Arm], others: Sequence[EncodedPair], seed: int) -> pd.DataFrame:
-    setting = library.Setting(case.model, case.pair, case.base, case.donor)
+def _rows(
+    case: Case, setting: library.Setting, arms: Sequence[Arm], others: Sequence[EncodedPair], seed: int
+) -> list[dict[str, Any]]:
     orders = {r: _order(setting, r, others, seed) for r in dict.fromkeys(arm.ranking for arm in arms if arm.ranking)}
     oracle = _decision(case, library.find("oracle")(setting))[0]  # run once beforehand: also warms up what it times
     whole = setting.stop * case.base.n_layers
@@ -169,7 +189,7 @@ def _rows(case: Case, arms: Sequence[Arm], others: Sequence[EncodedPair], seed: 
         out += [{**case.names, **about, "readout": name, "value": value} for name, value in values.items()]
         if case.sweeper.progress is not None:
             case.sweeper.progress(1)
-    return pd.DataFrame(out)
+    return out
 
 
 def _order(setting: library.Setting, ranking: str, others: Sequence[EncodedPair], seed: int) -> tuple[int, ...] | None:
@@ -238,4 +258,17 @@ def summarise(frame: pd.DataFrame, tried: pd.DataFrame, arms: Sequence[Arm], *, 
             note = f"control: must be 1; {note}"
         found.add(arm.name, here[here["readout"] == "recovery"], note)
     found.require("stale", "field_only", "oracle", "erratum")
+    thought = frame[frame["view"] == "thought"]
+    for name in dict.fromkeys(thought["site"]):
+        here = thought[thought["site"] == name]
+        wide = {r: here.loc[here["readout"] == r, "value"].mean() for r in ("correct", "thought_tokens")}
+        note = f"right {wide['correct']:.2f}, {wide['thought_tokens']:.0f} tokens written"
+        found.add(f"{name}_thought", here[here["readout"] == "recovery"], note)
+    horizon = frame[(frame["view"] == "horizon") & (frame["readout"] == "correct")]
+    if len(horizon):
+        half = int(horizon["k"].max()) // 2
+        for name, here in (("first", horizon[horizon["k"] <= half]), ("second", horizon[horizon["k"] > half])):
+            if len(here):
+                mean = here.groupby(["pair", "content"], as_index=False)[["value"]].mean()
+                found.add(f"horizon_{name}_half", mean, "share of turns decided rightly, errata alone")
     return found.summary(f"editing frontier on {model}", frame, tried)
