@@ -7,7 +7,7 @@ them beside it as CSV.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvnotes_interp.errors import InputError, nearest
 
@@ -16,16 +16,33 @@ if TYPE_CHECKING:
 
     from kvnotes_interp.results import Result
 
-# kind -> (module, the view it needs, the readout of that view, what it shows); the most telling first.
-KINDS: dict[str, tuple[str, str, str, str]] = {
-    "frontier": ("frontier", "edit", "correct", "what each edit of the cache costs, and how often it is right"),
-    "concentration": ("concentration", "cumulative", "recovery", "recovery against the number of top-ranked positions"),
-    "map": ("layer_map", "layer_position", "recovery", "layer x position heat map with the tokens"),
-    "states": ("states", "state", "recovery", "the cache states with intervals"),
-    "strip": ("strip", "position", "recovery", "one prompt, each token coloured by its recovery"),
-    "regions": ("regions", "region", "recovery", "share of the effect against share of the positions"),
-    "layers": ("layers", "layer", "recovery", "recovery of a single layer"),
-    "windows": ("windows", "window", "recovery", "recovery of nested windows"),
+
+class Kind(NamedTuple):
+    """A kind of figure: the file that draws it, the rows it needs, and what it shows."""
+
+    module: str
+    view: str
+    readout: str
+    about: str
+    part: str | None = "kv"  # None: any
+
+
+# The most telling first.
+KINDS: dict[str, Kind] = {
+    "frontier": Kind("frontier", "edit", "correct", "what each edit of the cache costs, and how often it is right"),
+    "decodability": Kind("decodability", "decodability", "accuracy", "accuracy of linear probes, by layer", None),
+    "staleness": Kind("staleness", "staleness", "reads_new", "which conclusion a probe reads on each cache", None),
+    "direction": Kind("direction", "direction", "recovery", "pushing along the probe's direction", None),
+    "deviation": Kind("deviation", "deviation", "deviation", "layer x relative position of reused blocks, by operator"),
+    "sink": Kind("sink", "sink", "first_token", "attention drawn by the first token of a block"),
+    "kv_angles": Kind("kv_angles", "kv", "angle", "keys and values against full recompute, by layer", None),
+    "concentration": Kind("concentration", "cumulative", "recovery", "recovery against the number of top positions"),
+    "map": Kind("layer_map", "layer_position", "recovery", "layer x position heat map with the tokens"),
+    "states": Kind("states", "state", "recovery", "the cache states with intervals"),
+    "strip": Kind("strip", "position", "recovery", "one prompt, each token coloured by its recovery"),
+    "regions": Kind("regions", "region", "recovery", "share of the effect against share of the positions"),
+    "layers": Kind("layers", "layer", "recovery", "recovery of a single layer"),
+    "windows": Kind("windows", "window", "recovery", "recovery of nested windows"),
 }
 
 
@@ -33,7 +50,7 @@ def available(result: Result) -> tuple[str, ...]:
     """Kinds that this result holds the rows for."""
     from kvnotes_interp.plots.data import has
 
-    return tuple(kind for kind, (_, view, readout, _) in KINDS.items() if has(result, view, readout=readout))
+    return tuple(name for name, k in KINDS.items() if has(result, k.view, part=k.part, readout=k.readout))
 
 
 def draw(result: Result, kind: str | None = None, **options: Any) -> Figure:
@@ -50,13 +67,13 @@ def draw(result: Result, kind: str | None = None, **options: Any) -> Figure:
         raise InputError(
             f"there is no plot {kind!r}.{nearest(str(kind), KINDS)} This result can draw: {', '.join(kinds) or 'none'}."
         )
-    module, view, readout, _ = KINDS[kind]
+    chosen = KINDS[kind]
     if kind not in kinds:
         raise InputError(
-            f"plot {kind!r} needs {readout} in the view {view!r}, which this result lacks. "
+            f"plot {kind!r} needs {chosen.readout} in the view {chosen.view!r}, which this result lacks. "
             f"It can draw: {', '.join(kinds) or 'nothing'}."
         )
-    function = importlib.import_module(f"{__name__}.{module}").draw
+    function = importlib.import_module(f"{__name__}.{chosen.module}").draw
     known = set(function.__kwdefaults__ or {})
     for option in options:
         if option not in known:

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.tasks import documents
 from kvnotes_interp.tasks.encode import EncodedPair, SetAside, encode, encode_all
 from kvnotes_interp.tasks.pair import Kind, Message, Pair, Piece, Split
+from kvnotes_interp.tasks.polarity_pairs import polarity_pairs
 
 __all__ = [
     "EncodedPair",
@@ -27,11 +29,14 @@ __all__ = [
     "Pair",
     "Piece",
     "SetAside",
+    "documents",
     "encode",
     "encode_all",
     "families",
     "info",
     "load",
+    "load_items",
+    "polarity_pairs",
 ]
 
 
@@ -82,6 +87,18 @@ def load(
     from kvnotes_interp.tasks.sampling import sample
 
     return sample(find(name_or_path), n=n, seed=seed, split=split, options=options)
+
+
+def load_items(
+    name_or_path: str | Path, *, n: int = 64, seed: int = 0, split: Split | None = None, **options: Any
+) -> list[Pair] | list[documents.Question]:
+    """Pairs of a family, or questions of a document task; see `load` and `documents.load`.
+
+    Raises InputError for a name that is neither.
+    """
+    if str(name_or_path) in (*documents.names(), *documents.names_from_files()):
+        return documents.load(str(name_or_path), n=n, seed=seed, split=split, **options)
+    return load(name_or_path, n=n, seed=seed, split=split, **options)
 
 
 def info(name_or_path: str | Path) -> FamilyInfo:
