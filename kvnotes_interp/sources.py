@@ -266,9 +266,14 @@ def _load_folder(folder: Path, name: str, load: dict[str, Any], *, tokenizer: bo
 def _live(hf: Any, tokenizer: Any, **options: Any) -> tuple[Any, Any, ModelSource]:
     from transformers import PreTrainedModel
 
+    if type(hf).__name__ == "TransformerBridge":
+        from kvnotes_interp.adapters import lens
+
+        hf, tokenizer = lens.unwrapped(hf, tokenizer)
     if not isinstance(hf, PreTrainedModel):
         raise InputError(
-            f"Cannot load a model from {type(hf).__name__}: give a name, a path, or a transformers PreTrainedModel."
+            f"Cannot load a model from {type(hf).__name__}: give a name, a path, a transformers PreTrainedModel, "
+            "or a TransformerBridge."
         )
     given = [key for key, value in options.items() if value is not None]
     if given:
