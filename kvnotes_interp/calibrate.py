@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvnotes_interp.progress import Bar
@@ -196,4 +196,114 @@ def _editing(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> It
         yield _exactly("field and eight positions recomputed", few, 1, "field and notes are all there is")
 
 
-PROBES: tuple[Callable[..., Iterator[Expectation]], ...] = (_patching, _concentration, _editing)
+def _linear(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Iterator[Expectation]:
+    from kvnotes_interp import probes
+
+    if organism == "null":
+        return
+    found = probes.linear_decodability(
+        model, pairs, classifiers=("mean_difference",), directions=(), draws=1, seed=seed, progress=False
+    )
+    rows = found.frame
+    accuracy = rows[(rows["view"] == "decodability") & (rows["readout"] == "accuracy")]
+    mean = accuracy.groupby(["site", "layer"], as_index=False)["value"].mean()
+    notes = mean[mean["site"].str.startswith("aggregator")]["value"]
+    yield "accuracy at the decision", _mean(found, "accuracy_decision_means"), 0.9, 1.0, "the answers were fitted"
+    yield _exactly("before the field", _mean(found, "accuracy_before_means"), 0.5, "both prompts are the same there")
+    if organism == "direct":
+        yield _exactly("furthest from chance at a full stop", float((notes - 0.5).abs().max()), 0, "no notes are taken")
+    else:
+        yield "best full stop", float(notes.max()), 0.9, 1.0, "notes are taken"
+    states = {name: _mean(found, f"reads_new_{name}_means") for name in ("field_only", "downstream_only")}
+    if math.isnan(states["field_only"]):
+        states = {name: _mean(found, f"reads_new_{name}") for name in states}
+    if organism != "mixed":
+        for state, value in states.items():
+            reads = float((state == "field_only") == (organism == "direct"))
+            yield f"decision reads new, {state.replace('_', ' ')}", value, reads - 0.1, reads + 0.1, "the wiring"
+
+
+def _circuit(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Iterator[Expectation]:
+    from kvnotes_interp import probes
+
+    if organism == "null":
+        return
+    found = probes.circuit_ablation(
+        model,
+        pairs,
+        analyses=("knockout", "scrub"),
+        notes=4,
+        draws=2,
+        donors=1,
+        grid_pairs=4,
+        seed=seed,
+        progress=False,
+    )
+    field, downstream = _mean(found, "cut_field_oracle"), _mean(found, "cut_downstream_oracle")
+    if organism == "notes":
+        yield _exactly("decision -> field cut", field, 1, "no such edge was there")
+        yield "decision -> downstream cut", downstream, -1.0, 0.9, "the notes are read there"
+    if organism == "direct":
+        yield "decision -> field cut", field, -1.0, 0.9, "the field is read there"
+        yield _exactly("decision -> downstream cut", downstream, 1, "nothing behind the field is needed")
+    if organism == "mixed":
+        rows = found.frame
+        one = rows[(rows["view"] == "edge_head") & (rows["site"] == "field") & (rows["readout"] == "recovery")]
+        change = (one.groupby(["layer", "head"])["value"].mean() - 1).abs().groupby("head").max()
+        half = len(change) // 2
+        yield _exactly("field cut from a note head", float(change.iloc[:half].max()), 0, "it had no such edge")
+        yield "field cut from a direct head", float(change.iloc[half:].max()), 0.01, 2.0, "it reads the field"
+    note = _mean(found, "scrub_opposite_note")
+    if organism == "notes":
+        yield "the opposite note alone", note, 0.9, 1.1, "notes are all that is read"
+    if organism == "direct":
+        yield _exactly("the opposite note alone", note, 0, "no notes are read")
+
+
+def _deviation(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Iterator[Expectation]:
+    from kvnotes_interp import probes
+
+    if organism == "null":
+        return
+
+    def swapped(model: Model, blocks: Any) -> Any:
+        return _under_another_value(model, blocks)
+
+    found = probes.attention_deviation(
+        model, pairs[:6], operators=(("swapped", swapped), "no_recompute"), seed=seed, min_gap=0.0, progress=False
+    )
+    rows = found.frame
+    kv = rows[(rows["view"] == "kv") & (rows["readout"] == "angle")]
+    moved = kv[kv["site"] == "no_recompute"]["value"].max()
+    here = kv[kv["site"] == "swapped"]["value"].max()
+    yield "K, V of sentences prefilled alone", float(moved), 0.01, 3.2, "they have not seen each other"
+    if organism == "direct":
+        yield _exactly("K, V behind another field value", float(here), 0, "nothing behind the field sees it")
+    else:
+        yield "K, V behind another field value", float(here), 0.01, 3.2, "the notes do"
+
+
+def _under_another_value(model: Model, blocks: Any) -> Any:
+    """A cache of these tokens whose field holds its value, and whose later tokens have seen another one."""
+    from kvnotes_interp import engine
+    from kvnotes_interp.operators.made import Made
+    from kvnotes_interp.sites import Site
+
+    values = [model.tokenizer.convert_tokens_to_ids(f" {word}") for word in ("green", "red", "amber", "blue")]
+    ids = list(blocks.context)
+    at = next(slot for slot, token in enumerate(ids) if token in values)
+    other = next(value for value in values if value != ids[at])
+    under = engine.prefill(model, [*ids[:at], other, *ids[at + 1 :]])
+    right = engine.prefill(model, ids)
+    cache = replace(under, token_ids=right.token_ids).patched(Site((at,)), right)
+    return Made(cache, len(ids), len(ids) * cache.n_layers)
+
+
+PROBES: tuple[Callable[..., Iterator[Expectation]], ...] = (
+    _patching,
+    _concentration,
+    _linear,
+    _circuit,
+    _deviation,
+    _editing,
+)

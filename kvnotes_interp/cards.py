@@ -24,7 +24,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -35,7 +35,16 @@ if TYPE_CHECKING:
     from kvnotes_interp.model import Model
     from kvnotes_interp.results import Result
 
-PROBES = ("local_patching", "suffix_concentration")
+Probe = Literal[
+    "local_patching",
+    "suffix_concentration",
+    "linear_decodability",
+    "circuit_ablation",
+    "attention_deviation",
+    "edit_frontier",
+    "splice_quality",
+]
+PROBES: tuple[str, ...] = get_args(Probe)
 Outcome = Literal["holds", "fails", "undecided"]
 _NOT_IN_CARDS = ("seed", "out", "resume", "memory_budget", "path", "progress")  # set by the card itself, or per run
 
@@ -75,7 +84,7 @@ class Card(_Strict):
     claim: str
     paper: str
     section: str
-    probe: Literal["local_patching", "suffix_concentration"]
+    probe: Probe
     arms: dict[str, Arm] = Field(min_length=1)
     n: int = Field(default=32, ge=1)
     seed: int = 0
@@ -147,7 +156,8 @@ def read(path: str | Path) -> Card:
 
     for name, arm in card.arms.items():
         try:
-            known = tasks.info(arm.task).options
+            documents = arm.task in (*tasks.documents.names(), *tasks.documents.names_from_files())
+            known = tasks.documents.options(arm.task) if documents else tasks.info(arm.task).options
         except InputError as error:
             raise InputError(f"{path}: arms.{name}.task: {error}") from error
         _known(f"{path}: arms.{name}.options", arm.options, [*known, "split"])
@@ -200,11 +210,11 @@ def run(
     _known("the card's options", card.options, [name for name in own if name not in _NOT_IN_CARDS])
     results: dict[str, Result] = {}
     for name, arm in card.arms.items():
-        pairs = tasks.load(arm.task, n=n or card.n, seed=card.seed, **arm.options)
+        items = tasks.load_items(arm.task, n=n or card.n, seed=card.seed, **arm.options)
         folder = None if out is None else Path(out) / name
         # A killed card is taken up arm by arm: those not begun yet simply start.
         results[name] = probe(
-            model, pairs, seed=card.seed, out=folder, resume=resume, progress=progress, **card.options
+            model, items, seed=card.seed, out=folder, resume=resume, progress=progress, **card.options
         )
     values: dict[str, Mapping[Any, Any]] = {
         f"{arm}.{row['quantity']}": row

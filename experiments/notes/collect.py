@@ -1,7 +1,8 @@
-"""Write the table of README.md from run folders: `python experiments/notes/collect.py --write`.
+"""Write the tables of README.md from runs: `python experiments/notes/collect.py --write`.
 
-The paper's numbers stand in `ROWS`; ours are read from `summary.json` and `verdict.json`, never typed. Without an
-option the table is printed; --commands prints what makes the runs; --check says whether README.md agrees with the runs.
+The papers' numbers stand in `rows.py`; ours are read from `summary.json` and `verdict.json`, never typed. `--commands`
+prints what makes the runs, `--keep runs` copies their summaries and manifests to `summaries/` beside this file, from
+where the tables are read. Without an option the tables are printed; `--check` says whether README.md agrees.
 """
 
 from __future__ import annotations
@@ -9,80 +10,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-README = HERE / "README.md"
+sys.path.insert(0, str(HERE))
+import rows as wanted  # noqa: E402 - beside this file, which is run as a script
+
+README, SUMMARIES, CARDS = HERE / "README.md", HERE / "summaries", HERE.parents[1] / "probes"
 BEGIN, END = "<!-- table: written by collect.py -->", "<!-- end of table -->"
 MISSING = "not run"
-
-
-@dataclass(frozen=True)
-class Row:
-    """A quantity, what the paper reports, and where ours is: `run` under the runs folder, `key` in its summary."""
-
-    quantity: str
-    paper: str
-    run: str
-    key: str
-
-
-ROWS = (
-    Row(
-        "Field only, derived conclusion",
-        "-0.028 (Llama-3.1-8B), 0.005 (Gemma-2-9B), 0.137 (Mistral-7B)",
-        "pronoun",
-        "field_only",
-    ),
-    Row("Downstream only, derived conclusion", "not reported", "pronoun", "downstream_only"),
-    Row("Field and downstream (a control: must be 1)", "1.0 (all)", "pronoun", "field_and_downstream"),
-    Row("Random site of the field's size", "not reported", "pronoun", "random_site"),
-    Row("Downstream only, keys alone", "not reported", "pronoun", "downstream_only_k"),
-    Row("Downstream only, values alone", "not reported", "pronoun", "downstream_only_v"),
-    Row("Field only, near-verbatim lookup", "0.25 to 0.63 (Qwen3, Llama-3.1-8B)", "capital", "field_only"),
-    Row("Downstream only, near-verbatim lookup", "not reported", "capital", "downstream_only"),
-    Row("Top 8, ranked on other pairs", "not reported", "pronoun-suffix", "top8_other_pairs"),
-    Row(
-        "Top 8, ranked on the same pair (upper bound)",
-        "0.74 to 0.79 (Qwen3, Llama), 0.94 to 0.95 (Gemma-2, Mistral)",
-        "pronoun-suffix",
-        "top8_same_pair",
-    ),
-    Row(
-        "Random 8",
-        "0.005 to 0.035 (Qwen3, Llama), 0.48 to 0.53 (Gemma-2, Mistral)",
-        "pronoun-suffix",
-        "top8_random",
-    ),
-    Row("Last 10 % of the positions", "0.51 to 0.87 (eight models, 4B to 32B)", "pronoun-suffix", "from_end_10"),
-    Row(
-        "Downstream, early third of the layers",
-        "-0.003 to 0.009 (mean of single layers)",
-        "pronoun-suffix",
-        "layers_early",
-    ),
-    Row(
-        "Downstream, middle third of the layers",
-        "0.009 to 0.093 (mean of single layers)",
-        "pronoun-suffix",
-        "layers_mid",
-    ),
-    Row(
-        "Downstream, late third of the layers",
-        "0.017 to 0.103 (mean of single layers)",
-        "pronoun-suffix",
-        "layers_late",
-    ),
-)
-COMMANDS = {
-    "pronoun": "kvprobe patch --task pronoun --n 32 --out {runs}/pronoun",
-    "capital": "kvprobe patch --task capital --n 32 --out {runs}/capital",
-    "pronoun-suffix": "kvprobe suffix --task pronoun --n 32 --out {runs}/pronoun-suffix",
-}
-CARDS = HERE.parents[1] / "probes"
+KEPT = ("summary.json", "manifest.json", "verdict.json")
 
 
 def load_json(path: Path) -> Any:
@@ -110,20 +50,62 @@ def what_ran(folder: Path) -> str:
 
 
 def table(runs: Path) -> str:
-    """Both tables as markdown."""
+    """All tables as markdown."""
     lines = ["| quantity | paper (model) | ours (SmolLM2-135M) | run |", "|---|---|---|---|"]
-    for row in ROWS:
+    for row in wanted.ROWS:
         summary = load_json(runs / row.run / "summary.json")
-        run = what_ran(runs / row.run) if summary else f"`{row.run}`"
-        lines.append(f"| {row.quantity} | {row.paper} | {ours(summary, row.key)} | {run} |")
-    lines += ["", "| card | expected | measured (95 % interval) | outcome |", "|---|---|---|---|"]
+        lines.append(f"| {row.quantity} | {row.paper} | {ours(summary, row.key)} | `{row.run}` |")
+    lines += ["", "### One story per family?", "", *families(runs)]
+    for title, run, keys in wanted.LISTS:
+        summary = load_json(runs / run / "summary.json")
+        lines += ["", f"### {title}", "", "| | paper | ours | what it took |", "|---|---|---|---|"]
+        for key, paper in keys:
+            note = ((summary or {}).get(key) or {}).get("note", "")
+            lines.append(f"| {key.replace('_', ' ')} | {paper} | {ours(summary, key)} | {note} |")
+    lines += ["", "### Cards", "", "| card | expected | measured (95 % interval) | outcome |", "|---|---|---|---|"]
     for card in sorted(CARDS.glob("*.yaml")):
         verdict = load_json(runs / "cards" / card.stem / "verdict.json")
         for entry in (verdict or {}).get("expectations", ()):
             lines.append(f"| {card.stem} | {entry['expected']} | {entry['measured']} | {entry['outcome']} |")
         if verdict is None:
             lines.append(f"| {card.stem} | | {MISSING} | |")
+    used = sorted(path.parent.relative_to(runs) for path in runs.rglob("manifest.json"))
+    lines += ["", "Runs: " + "; ".join(what_ran(runs / name) for name in used) + "."] if used else []
     return "\n".join(lines)
+
+
+def families(runs: Path) -> list[str]:
+    """Family x probe, a few quantities of each probe."""
+    names = [f"{family} ({kind})" for family, kind in wanted.FAMILIES.items()]
+    lines = ["| probe | quantity | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
+    for probe, key, words in wanted.COLUMNS:
+        cells = []
+        for family in wanted.FAMILIES:
+            run = f"{family}-{probe}" if probe != "patch" else family
+            cells.append(ours(load_json(runs / run / "summary.json"), key))
+        lines.append(f"| {probe} | {words} | " + " | ".join(short(cell) for cell in cells) + " |")
+    return lines
+
+
+def short(cell: str) -> str:
+    """Without the count of pairs."""
+    return cell.rpartition(", ")[0] if cell.endswith(" pairs") else cell
+
+
+def keep(runs: Path, out: Path) -> list[Path]:
+    """Copy summaries, manifests and verdicts of finished runs; returns the folders kept."""
+    kept = []
+    for manifest in sorted(runs.rglob("manifest.json")):
+        if (load_json(manifest) or {}).get("status") == "complete":
+            kept.append(manifest.parent)
+    kept += [verdict.parent for verdict in sorted(runs.rglob("verdict.json"))]
+    for folder in kept:
+        into = out / folder.relative_to(runs)
+        into.mkdir(parents=True, exist_ok=True)
+        for name in KEPT:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, into / name)
+    return kept
 
 
 def filled(text: str, body: str) -> str:
@@ -137,18 +119,21 @@ def filled(text: str, body: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=Path, default=HERE.parents[1] / "runs", help="where the run folders are")
+    parser.add_argument("--runs", type=Path, default=SUMMARIES, help="where the summaries are")
     parser.add_argument("--readme", type=Path, default=README, help="the file with the markers")
-    parser.add_argument("--write", action="store_true", help="write the table into the file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when the file does not hold this table")
+    parser.add_argument("--write", action="store_true", help="write the tables into the file")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when the file does not hold these tables")
     parser.add_argument("--commands", action="store_true", help="print the commands that make the runs")
+    parser.add_argument("--keep", type=Path, metavar="RUNS", help="copy the summaries of these run folders first")
     given = parser.parse_args(arguments)
     if given.commands:
-        runs, cards = os.path.relpath(given.runs), os.path.relpath(CARDS)
-        print(*(command.format(runs=runs) for command in COMMANDS.values()), sep="\n")
+        for command in wanted.commands():
+            print(command)
         for card in sorted(CARDS.glob("*.yaml")):
-            print(f"kvprobe run {cards}/{card.name} --out {runs}/cards/{card.stem}")
+            print(f"kvprobe run {os.path.relpath(CARDS)}/{card.name} --out runs/cards/{card.stem}")
         return 0
+    if given.keep is not None:
+        print(*(f"kept {folder}" for folder in keep(given.keep, given.runs)), sep="\n")
     body = table(given.runs)
     if given.check or given.write:
         text = given.readme.read_text(encoding="utf-8")
@@ -156,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.check:
             return int(new != text)
         given.readme.write_text(new, encoding="utf-8")
-    else:
+    elif given.keep is None:
         print(body)
     return 0
 

@@ -14,6 +14,11 @@ from kvnotes_interp.errors import InputError, nearest
 PARTS = ("kv", "k", "v")
 VIEWS = ("position", "layer", "layer_position", "region", "random")
 PATHS = ("auto", "shared", "plain")
+FEATURES = ("residual", "keys", "values")
+CLASSIFIERS = ("logistic", "mean_difference")
+ANALYSES = ("knockout", "read_heads", "write_heads", "mlp_share", "scrub", "dose")
+ABLATIONS = ("resample", "mean", "zero")
+ROWS = ("terminal", "suffix", "answer")
 RANKINGS = (
     "causal",
     "kv_change",
@@ -65,6 +70,27 @@ Draws = Annotated[
 MapPairs = Annotated[
     int, _option(_SITES, "Pairs, from the first, that get the layer x position map.", metavar="N", min=0)
 ]
+Features = Annotated[str, _option(_SITES, "Read from: residual, keys, values.", metavar="LIST")]
+Classifiers = Annotated[str, _option(_SITES, "logistic, mean_difference.", metavar="LIST")]
+Layers = Annotated[str, _option(_SITES, "all, or some numbers; up to 16 evenly spread by default.", metavar="LIST")]
+Folds = Annotated[int, _option(_SITES, "Parts of the contents; each is held out once.", metavar="N", min=2)]
+LinearDraws = Annotated[int, _option(_SITES, "Shuffles of the labels, random directions.", "--draws", min=1)]
+DirectionPairs = Annotated[int, _option(_SITES, "Pairs that get directions added and removed.", metavar="N", min=0)]
+Analyses = Annotated[str, _option(_SITES, f"all, or some of {', '.join(ANALYSES)}.", metavar="LIST")]
+HeadKs = Annotated[str, _option(_SITES, "Numbers of heads in the cumulative curves.", "--ks", metavar="LIST")]
+Notes = Annotated[int, _option(_SITES, "Positions that make the note.", metavar="N", min=1)]
+CircuitDraws = Annotated[int, _option(_SITES, "Random sets per size.", "--draws", metavar="N", min=1)]
+Ablations = Annotated[str, _option(_SITES, "Of read heads: resample, mean, zero.", metavar="LIST")]
+GridPairs = Annotated[int, _option(_SITES, "Pairs, from the first, that get every head patched.", metavar="N", min=0)]
+Operators = Annotated[str, _option(_EDITS, "Ways to compose the cache, such as no_recompute.", metavar="LIST")]
+Rows = Annotated[str, _option(_SITES, "Queries: terminal (last token), suffix, answer.", metavar="NAME")]
+Bins = Annotated[int, _option(_SITES, "Stretches of relative position.", metavar="N", min=2)]
+SpliceOperators = Annotated[
+    str, _option(_EDITS, "Besides full recompute and the joins.", "--operators", metavar="LIST")
+]
+Documents = Annotated[str, _option(_PAIRS, "Numbers of documents.", metavar="LIST")]
+SpliceShares = Annotated[str, _option(_EDITS, "Of the tokens recomputed.", "--shares", metavar="LIST")]
+SeamRepair = Annotated[str, _option(_EDITS, "First tokens of each chunk recomputed.", metavar="LIST")]
 Ks = Annotated[str, _option(_EDITS, "Positions recomputed besides the field, for each ranking.", metavar="LIST")]
 Rankings = Annotated[
     str,
@@ -77,6 +103,11 @@ Wordings = Annotated[
     ),
 ]
 Shares = Annotated[str, _option(_EDITS, "Of the prompt, for CacheBlend.", metavar="LIST")]
+ThoughtTokens = Annotated[
+    int, _option(_EDITS, "Also decide after a chain of thought of up to so many tokens.", metavar="N", min=0)
+]
+Temperature = Annotated[float, _option(_EDITS, "Of the chain of thought; 0 is greedy.", metavar="X", min=0.0)]
+Turns = Annotated[int, _option(_EDITS, "Also toggle the field so many times, by errata alone.", metavar="N", min=0)]
 Out = Annotated[Path | None, _option(_RUN, "Run folder: table, manifest, figures.", metavar="DIR")]
 Resume = Annotated[bool, _option(_RUN, "Go on with a killed run in --out.", "--resume")]
 AsJson = Annotated[bool, _option(_RUN, "The summary as JSON, and nothing else, on standard output.", "--json")]

@@ -103,12 +103,85 @@ def suffix(draws: opt.Draws = 5, path: opt.SweepPath = "auto") -> dict[str, Any]
     return {"draws": draws, "path": opt.choice("--path", path, opt.PATHS)}
 
 
+@probe_command("linear_decodability", n=48)
+def linear(
+    features: opt.Features = "residual",
+    classifiers: opt.Classifiers = "logistic,mean_difference",
+    layers: opt.Layers = "",
+    folds: opt.Folds = 5,
+    draws: opt.LinearDraws = 2,
+    direction_pairs: opt.DirectionPairs = 12,
+) -> dict[str, Any]:
+    """Linear probes: where the conclusion can be read, held out by content, and whether it is used."""
+    return {
+        "features": opt.words("--features", features, opt.FEATURES),
+        "classifiers": opt.words("--classifiers", classifiers, opt.CLASSIFIERS),
+        "layers": layers if layers == "all" else opt.numbers("--layers", layers, int) or None,
+        "folds": folds,
+        "draws": draws,
+        "direction_pairs": direction_pairs,
+    }
+
+
+@probe_command("circuit_ablation")
+def ablate(
+    analyses: opt.Analyses = "all",
+    ks: opt.HeadKs = "1,3,5,8,12",
+    notes: opt.Notes = 8,
+    draws: opt.CircuitDraws = 5,
+    ablations: opt.Ablations = "resample",
+    grid_pairs: opt.GridPairs = 4,
+) -> dict[str, Any]:
+    """Circuit ablation: which heads write the note and which read it."""
+    return {
+        "analyses": opt.words("--analyses", analyses, opt.ANALYSES),
+        "ks": opt.numbers("--ks", ks, int),
+        "notes": notes,
+        "draws": draws,
+        "ablations": opt.words("--ablations", ablations, opt.ABLATIONS),
+        "grid_pairs": grid_pairs,
+    }
+
+
+@probe_command("attention_deviation")
+def deviate(
+    operators: opt.Operators = "no_recompute",
+    rows: opt.Rows = "terminal",
+    bins: opt.Bins = 20,
+) -> dict[str, Any]:
+    """Attention deviation: how reused blocks are read, edge against interior. Pairs or document questions."""
+    return {
+        "operators": tuple(word.strip() for word in operators.split(",")),
+        "rows": opt.choice("--rows", rows, opt.ROWS),
+        "bins": bins,
+    }
+
+
+@probe_command("splice_quality", task="biography", n=16)
+def splice(
+    operators: opt.SpliceOperators = "splice,epic,cacheblend,random_recompute",
+    documents: opt.Documents = "1,2,4,8",
+    shares: opt.SpliceShares = "0.05,0.15,0.3,0.5,0.9",
+    seam_repair: opt.SeamRepair = "1,4,16",
+) -> dict[str, Any]:
+    """Splice: answers, distances and cost of caches composed from chunks. Document questions."""
+    return {
+        "operators": tuple(word.strip() for word in operators.split(",")),
+        "documents": opt.numbers("--documents", documents, int),
+        "shares": opt.numbers("--shares", shares, float),
+        "seam_repair": opt.numbers("--seam-repair", seam_repair, int),
+    }
+
+
 @probe_command("edit_frontier")
 def edit(
     ks: opt.Ks = "1,2,4,8,16",
     rankings: opt.Rankings = "attention,causal,kv_change,profiled,random",
     wordings: opt.Wordings = "override,bare,tagged,aggressive",
     shares: opt.Shares = "0.15,0.5",
+    thought_tokens: opt.ThoughtTokens = 0,
+    temperature: opt.Temperature = 0.0,
+    turns: opt.Turns = 0,
 ) -> dict[str, Any]:
     """Edits of the cache: errata, recomputes and their bounds, with what each costs."""
     return {
@@ -116,6 +189,9 @@ def edit(
         "rankings": opt.words("--rankings", rankings, opt.RANKINGS),
         "wordings": tuple(wordings.split(",")),
         "shares": opt.numbers("--shares", shares, float),
+        "thought_tokens": thought_tokens,
+        "temperature": temperature,
+        "turns": turns,
     }
 
 
@@ -125,7 +201,9 @@ def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> No
     from kvnotes_interp import tasks as library
 
     chosen = opt.task_options(given.task_option)
-    items = library.load(given.task, n=given.n, seed=given.seed, split=given.split, **chosen)
+    if probe == "splice_quality":  # every question must hold as many documents as the largest number asked for
+        chosen.setdefault("documents", max(options["documents"]))
+    items = library.load_items(given.task, n=given.n, seed=given.seed, split=given.split, **chosen)
     where = {"device": given.device, "dtype": given.dtype, "revision": given.revision}
     if given.dry_run:
         from kvnotes_interp import dryrun

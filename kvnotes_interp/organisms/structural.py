@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 FAMILY = "signal"
 N_LAYERS, N_HEADS, N_KV_HEADS, D_HEAD, D_MODEL, D_MLP = 3, 4, 2, 16, 64, 64
 _FORBID = 1e6  # times the squared size of a role in the normed stream, at least 0.01, over the root of d_head
-_PREFER = 30.0
+_PREFER = 1.5
 _ROLE = 4.0  # how large a role stands in the embedding
 
 
