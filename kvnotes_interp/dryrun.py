@@ -16,6 +16,7 @@ import torch
 
 from kvnotes_interp import sources
 from kvnotes_interp.engine.budget import default_budget, readable
+from kvnotes_interp.errors import InputError
 from kvnotes_interp.sites import Site
 from kvnotes_interp.tasks import EncodedPair, Pair, encode_all
 
@@ -77,7 +78,15 @@ def plan(
     dtype: str | None = None,
     revision: str | None = None,
 ) -> DryRun:
-    """Plan a probe with its own options, as the probe's function takes them."""
+    """Plan a probe with its own options, as the probe's function takes them.
+
+    Raises InputError for a probe that is not made of single patches, or questions: there is nothing to count.
+    """
+    if probe not in ("local_patching", "suffix_concentration"):
+        raise InputError(
+            f"a dry run counts patched decisions, and {probe} is not made of them; try it with a small n first. "
+            "It says what it takes before it runs."
+        )
     from kvnotes_interp.probes import concentration, patching
 
     rest = {name: value for name, value in options.items() if name != "path"}

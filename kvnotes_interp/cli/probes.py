@@ -39,7 +39,6 @@ def _shared(
     out: opt.Out = None,
     resume: opt.Resume = False,
     as_json: opt.AsJson = False,
-    dry_run: opt.DryRun = False,
     split: opt.Split = None,
     task_option: opt.TaskOption = None,
     min_gap: opt.MinGap = 0.25,
@@ -86,6 +85,7 @@ def patch(
     draws: opt.Draws = 8,
     map_pairs: opt.MapPairs = 8,
     path: opt.SweepPath = "auto",
+    dry_run: opt.DryRun = False,
 ) -> dict[str, Any]:
     """Local patching: field against everything after it, by position, layer and region."""
     return {
@@ -94,13 +94,14 @@ def patch(
         "draws": draws,
         "map_pairs": map_pairs,
         "path": opt.choice("--path", path, opt.PATHS),
+        "dry_run": dry_run,
     }
 
 
 @probe_command("suffix_concentration")
-def suffix(draws: opt.Draws = 5, path: opt.SweepPath = "auto") -> dict[str, Any]:
+def suffix(draws: opt.Draws = 5, path: opt.SweepPath = "auto", dry_run: opt.DryRun = False) -> dict[str, Any]:
     """Suffix concentration: how few positions after the field carry the decision."""
-    return {"draws": draws, "path": opt.choice("--path", path, opt.PATHS)}
+    return {"draws": draws, "path": opt.choice("--path", path, opt.PATHS), "dry_run": dry_run}
 
 
 @probe_command("linear_decodability", n=48)
@@ -123,7 +124,7 @@ def linear(
     }
 
 
-@probe_command("circuit_ablation")
+@probe_command("circuit_ablation", n=16)
 def ablate(
     analyses: opt.Analyses = "all",
     ks: opt.HeadKs = "1,3,5,8,12",
@@ -205,7 +206,7 @@ def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> No
         chosen.setdefault("documents", max(options["documents"]))
     items = library.load_items(given.task, n=given.n, seed=given.seed, split=given.split, **chosen)
     where = {"device": given.device, "dtype": given.dtype, "revision": given.revision}
-    if given.dry_run:
+    if options.pop("dry_run", False):
         from kvnotes_interp import dryrun
 
         emit(dryrun.plan(probe, options, given.model, items, seed=given.seed, **where), given.as_json)
