@@ -17,12 +17,21 @@ import pytest
 import kvnotes_interp as kv
 from kvnotes_interp import probes, sites
 from kvnotes_interp.cli import options as cli_options
-from kvnotes_interp.probes import patching
+from kvnotes_interp.probes import circuit, patching
+from kvnotes_interp.probes.editing.frontier import RANKINGS
 from tests.results.factory import make_result
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "pandas", "plotly", "sklearn", "pyarrow", "numpy", "scipy")
-COMMANDS = ("patch", "suffix", "run", "check", "models", "tasks", "show")
+COMMANDS = (
+    *("patch", "suffix", "linear", "ablate", "deviate", "splice", "edit"),
+    *("run", "check", "calibrate", "models", "tasks", "show"),
+)
+
+ONLY_HERE = {
+    *("model", "device", "dtype", "revision", "task", "n", "split", "task_option"),
+    *("as_json", "quiet", "dry_run"),
+}
 
 # Runs each list of arguments in one fresh process and prints exit codes, messages, and what was imported on the way.
 FRESH = """
@@ -124,12 +133,15 @@ def test_options_have_the_names_of_the_python_arguments() -> None:
 
     for name, command in COMMANDS.values():
         probe = getattr(probes, name)
-        own = {n for n, p in inspect.signature(probe).parameters.items() if p.kind is p.KEYWORD_ONLY} - {"progress"}
-        options = inspect.signature(command).parameters
-        assert own <= set(options)
-        for name in own - {"parts", "views", "out"}:
-            assert options[name].default == inspect.signature(probe).parameters[name].default, name
+        own = {n: p.default for n, p in inspect.signature(probe).parameters.items() if p.kind is p.KEYWORD_ONLY}
+        options = {n: p.default for n, p in inspect.signature(command).parameters.items() if n not in ONLY_HERE}
+        assert set(options) <= set(own), name
+        for option, default in options.items():
+            if not isinstance(default, str) or isinstance(own[option], str):  # a list is written with commas here
+                assert default == own[option], (name, option)
     assert cli_options.PARTS == sites.PARTS
+    assert cli_options.ANALYSES == circuit.ANALYSES
+    assert cli_options.RANKINGS == RANKINGS
     assert cli_options.VIEWS == patching.VIEWS
     assert cli_options.words("--views", "all", patching.VIEWS) == patching.VIEWS
     assert cli_options.words("--views", "none", patching.VIEWS) == ()
