@@ -13,7 +13,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_DISABLED", "true")
 
-SECTIONS = ("sweep", "scaling", "memory", "startup", "cuda")
+SECTIONS = ("sweep", "scaling", "memory", "startup", "ttft", "cuda")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     console.print(machine.sentence(facts), highlight=False)
     model: Any = None
     for name in args.sections:
-        if name in ("sweep", "scaling") and model is None:
+        if name in ("sweep", "scaling", "ttft") and model is None:
             import kvnotes_interp as kv
 
             model = kv.load(device="cpu")
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, args: argparse.Namespace, model: Any, facts: dict[str, Any]) -> Any:
-    from benchmarks import big, patch_sweep, scaling, startup, sweep_memory
+    from benchmarks import big, patch_sweep, scaling, startup, sweep_memory, ttft
     from benchmarks.methods import METHODS
     from benchmarks.problem import english
     from benchmarks.report import Section
@@ -105,6 +105,11 @@ def _run(name: str, args: argparse.Namespace, model: Any, facts: dict[str, Any])
         return Section(name, (table,), raw, machine=facts)
     if name == "startup":
         tables, raw = startup.run(quick=quick, n=2 if quick else 8)
+        return Section(name, tables, raw, machine=facts)
+    if name == "ttft":
+        options = {"lengths": (128, 256), "chunks": (2,), "rounds": 1} if quick else {}
+        options |= {"lengths": tuple(args.tokens)} if args.tokens else {}
+        tables, raw = ttft.run(model, **options)
         return Section(name, tables, raw, machine=facts)
     if reason := big.missing(args.device):
         return Section(name, (), {}, skipped=reason, machine=facts)

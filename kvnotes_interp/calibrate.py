@@ -245,7 +245,8 @@ def _circuit(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> It
         yield "decision -> downstream cut", downstream, -1.0, 0.9, "the notes are read there"
     if organism == "direct":
         yield "decision -> field cut", field, -1.0, 0.9, "the field is read there"
-        yield _exactly("decision -> downstream cut", downstream, 1, "nothing behind the field is needed")
+        # What is left of the attention is renormalised, so the field weighs a little more.
+        yield "decision -> downstream cut", downstream, 0.8, 1.3, "nothing behind the field is needed"
     if organism == "mixed":
         rows = found.frame
         one = rows[(rows["view"] == "edge_head") & (rows["site"] == "field") & (rows["readout"] == "recovery")]

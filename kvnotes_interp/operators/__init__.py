@@ -12,7 +12,8 @@ Nothing heavy is imported until one is used.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -57,8 +58,15 @@ class Operator:
 
     def __call__(self, model: Model, blocks: Blocks, **options: Any) -> Made:
         """Run it; `options` go on top of the name's own."""
-        function = getattr(importlib.import_module(f"{__name__}.{self.module}"), self.function)
-        return function(model, blocks, **{**self.options, **options})
+        return self._implementation(model, blocks, **{**self.options, **options})
+
+    def takes(self, option: str) -> bool:
+        """Whether it has this option ("compiled": caches made beforehand; "seed")."""
+        return option in inspect.signature(self._implementation).parameters
+
+    @property
+    def _implementation(self) -> Callable[..., Made]:
+        return getattr(importlib.import_module(f"{__name__}.{self.module}"), self.function)
 
 
 OPERATORS: dict[str, Operator] = {
@@ -148,9 +156,7 @@ def find(name: str) -> Operator:
     """
     base, at, value = str(name).partition("@")
     if base not in OPERATORS:
-        raise InputError(
-            f"there is no operator {name!r}.{nearest(base, OPERATORS)} Operators: {', '.join(OPERATORS)}."
-        )
+        raise InputError(f"there is no operator {name!r}.{nearest(base, OPERATORS)} Operators: {', '.join(OPERATORS)}.")
     found = OPERATORS[base]
     if not at:
         return found
@@ -171,7 +177,7 @@ def _value(name: str, text: str) -> int | float | str:
     try:
         return float(text) if "." in text or "e" in text else int(text)
     except ValueError:
-        raise InputError(f'operator {name!r}: {text!r} is no number; write a share such as 0.15, or tokens.') from None
+        raise InputError(f"operator {name!r}: {text!r} is no number; write a share such as 0.15, or tokens.") from None
 
 
 def __getattr__(name: str) -> Any:
