@@ -1,0 +1,18 @@
+"""Head curve: recovery by the number of heads patched, against random ones ([N], Circuit)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+    from kvnotes_interp.results import Result
+
+TASK = "pronoun"
+RUN = "{task}-ablate"
+COMMAND = "kvprobe ablate --task {task} --out {run}"
+
+
+def draw(result: Result) -> Figure:
+    return result.plot("head_curve")

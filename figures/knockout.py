@@ -1,0 +1,18 @@
+"""Knock-out: recovery by the share of positions that the decision token is cut off from ([N], Knock-out)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+    from kvnotes_interp.results import Result
+
+TASK = "pronoun"
+RUN = "{task}-ablate"
+COMMAND = "kvprobe ablate --task {task} --out {run}"
+
+
+def draw(result: Result) -> Figure:
+    return result.plot("knockout")
