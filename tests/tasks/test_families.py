@@ -25,6 +25,8 @@ EXPECTED = {
     "order_status": "derived",
     "timestamp": "control",
     "signal": "derived",
+    "gate": "derived",
+    "badge": "verbatim",
 }
 
 
