@@ -180,7 +180,8 @@ def fetch(
         hf, own = downloads.read_gguf(path, load, tokenizer=tokenizer is None)
         source = ModelSource(plan.name, "gguf", sha256=downloads.sha256(path), note=f"dequantised from {path.name}")
     elif plan.kind == "organism":
-        hf, own, note = organisms.build(plan.name)
+        with quiet_bars():
+            hf, own, note = organisms.build(plan.name)
         where = load["device_map"]
         if where is not None and not isinstance(where, dict):
             raise InputError(f'{plan.name} is too small to be spread by device_map="{where}"; give a device.')
