@@ -30,6 +30,9 @@ class Kind(NamedTuple):
 # The most telling first.
 KINDS: dict[str, Kind] = {
     "frontier": Kind("frontier", "edit", "correct", "what each edit of the cache costs, and how often it is right"),
+    "splice_share": Kind("splice_share", "quality", "exact_match", "answers of composed caches by share run", None),
+    "splice_documents": Kind("splice_documents", "quality", "exact_match", "the same by number of documents", None),
+    "splice_ttft": Kind("splice_ttft", "ttft", "speedup", "time to the first token against length", None),
     "decodability": Kind("decodability", "decodability", "accuracy", "accuracy of linear probes, by layer", None),
     "staleness": Kind("staleness", "staleness", "reads_new", "which conclusion a probe reads on each cache", None),
     "direction": Kind("direction", "direction", "recovery", "pushing along the probe's direction", None),

@@ -4,6 +4,7 @@ from kvnotes_interp.probes.circuit import circuit_ablation, dissociation
 from kvnotes_interp.probes.concentration import suffix_concentration
 from kvnotes_interp.probes.deviation import attention_deviation
 from kvnotes_interp.probes.editing import edit_frontier
+from kvnotes_interp.probes.keystone import edit_in_splice
 from kvnotes_interp.probes.linear import apply_probe, fit_probe, linear_decodability
 from kvnotes_interp.probes.patching import local_patching
 from kvnotes_interp.probes.splicing import splice_quality
@@ -14,6 +15,7 @@ __all__ = [
     "circuit_ablation",
     "dissociation",
     "edit_frontier",
+    "edit_in_splice",
     "fit_probe",
     "linear_decodability",
     "local_patching",
