@@ -47,8 +47,9 @@ demo: $(VENV)/.base
 	    echo "$$ kvprobe $$*"; $(BIN)/kvprobe "$$@" || exit $$?; \
 	done
 
+# One process per core with one thread each: the models of the tests are too small to share a matrix product.
 test: $(VENV)/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

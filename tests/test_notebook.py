@@ -76,23 +76,36 @@ def test_collect_writes_between_the_markers_and_nowhere_else(collect: Any, tmp_p
     value = result.summary().to_dict()["field_only"]
     line = next(line for line in text.splitlines() if line.startswith("| Field only, derived"))
     assert f"{value['mean']:.3f} [{value['low']:.3f}, {value['high']:.3f}], 10 of 12 pairs" in line
-    assert "`pronoun` (smollm2-135m" in line
+    assert line.endswith("`pronoun` |")
+    assert "Runs: `pronoun` (smollm2-135m" in text
     assert "| Downstream only, keys alone | not reported | not measured |" in text
     assert next(line for line in text.splitlines() if "near-verbatim" in line).endswith("not run | `capital` |")
     assert "| locality | a.b above 0.5 | 0.700 (0.6 to 0.8) | holds |" in text
     assert "| rule_order | | not run | |" in text
 
 
+def test_summaries_of_finished_runs_are_kept_and_read(collect: Any, tmp_path: Path) -> None:
+    make_result(views=("state",)).save(tmp_path / "runs" / "gate", figures=False)
+    (tmp_path / "runs" / "half").mkdir()
+    (tmp_path / "runs" / "half" / "manifest.json").write_text('{"status": "running"}')
+    out = tmp_path / "kept"
+    assert collect.keep(tmp_path / "runs", out) == [tmp_path / "runs" / "gate"]
+    assert sorted(p.name for p in (out / "gate").iterdir()) == ["manifest.json", "summary.json"]
+    row = next(line for line in collect.families(out) if line.startswith("| patch | field only"))
+    assert row.count("not run") == len(collect.wanted.FAMILIES) - 1
+
+
 def test_collect_rows_have_commands_and_the_page_has_its_markers(
     collect: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert {row.run for row in collect.ROWS} == set(collect.COMMANDS)
     assert collect.main(["--commands"]) == 0
     commands = capsys.readouterr().out
+    wanted = {row.run for row in collect.wanted.ROWS} | {run for _, run, _ in collect.wanted.LISTS}
+    assert all(f"--out runs/{run}\n" in commands for run in wanted)
     assert "kvprobe suffix --task pronoun" in commands
     assert "probes/locality.yaml" in commands
     text = collect.README.read_text()
     assert text.count(collect.BEGIN) == text.count(collect.END) == 1
     body = text.partition(collect.BEGIN)[2].partition(collect.END)[0].strip()
     if body:  # what stands there has a line for every row, none typed by hand
-        assert all(f"| {row.quantity} |" in body for row in collect.ROWS)
+        assert all(f"| {row.quantity} |" in body for row in collect.wanted.ROWS)

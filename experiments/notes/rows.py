@@ -65,21 +65,30 @@ ROWS = (
     Row("Scrubbing, everything else", "0.18 to 0.32", "pronoun-ablate", "scrub_opposite_rest"),
 )
 
-FAMILIES = {"pronoun": "derived", "sentiment": "derived", "capital": "verbatim"}
+FAMILIES = {
+    "pronoun": "derived, SmolLM2-135M",
+    "capital": "verbatim, SmolLM2-135M",
+    "gate": "derived, organism",
+    "badge": "verbatim, organism",
+}
+ORGANISM = ("gate", "badge")  # families that organism:trained is run on, their test split alone
 COLUMNS = (
     ("patch", "field_only", "field only"),
     ("patch", "downstream_only", "downstream only"),
     ("suffix", "top8_other_pairs", "top 8, other pairs"),
     ("suffix", "top8_random", "random 8"),
     ("linear", "accuracy_field", "accuracy at the field"),
+    ("linear", "accuracy_aggregator", "accuracy at the last delimiter"),
     ("linear", "accuracy_decision", "accuracy at the decision"),
     ("linear", "write_depth", "write depth"),
     ("linear", "commit_depth", "commit depth"),
     ("ablate", "cut_field_oracle", "decision -> field cut, new cache (1: not needed)"),
     ("ablate", "cut_downstream_oracle", "decision -> downstream cut, new cache (1: not needed)"),
     ("ablate", "scrub_opposite_note", "the opposite note alone"),
+    ("ablate", "read_top12", "12 read heads patched"),
+    ("ablate", "attention_share", "attention's share of the write"),
     ("deviate", "interior_no_recompute", "deviation inside blocks prefilled alone"),
-    ("deviate", "agreement_no_recompute", "same first token as full recompute"),
+    ("deviate", "top1_agreement_no_recompute", "same first token as full recompute"),
 )
 """(probe, key of its summary, in words)."""
 
@@ -109,20 +118,37 @@ LISTS = (
         ),
     ),
     (
+        "Editing the trained organism's gated decision",
+        "gate-edit",
+        (
+            ("field_only", "right 0.00, 0.6 % (Qwen3-8B)"),
+            ("erratum", "right 1.00, 12.0 %"),
+            ("erratum_wrong_value", "0"),
+            ("erratum_irrelevant", "0"),
+            ("hoist", "right 1.00, 5.2 %"),
+            ("cacheblend_0.15", "right 0.13, 14.5 % (copied, not run)"),
+            ("recompute_top_4_attention", NONE),
+            ("recompute_top_4_causal", NONE),
+            ("recompute_top_4_kv_change", NONE),
+            ("recompute_top_4_profiled", NONE),
+            ("recompute_top_4_random", NONE),
+        ),
+    ),
+    (
         "Composing: biographies, micro-F1 over 1 to 4 documents",
         "biography-splice",
         (
             ("f1_full_recompute", "0.62 (mean of 12 cells, [P])"),
             ("f1_no_recompute", "0.17"),
             ("f1_no_recompute_unmoved", NONE),
-            ("f1_splice@4", NONE),
+            ("f1_splice@16", NONE),
             ("f1_epic@0.15", NONE),
             ("f1_cacheblend@0.15", NONE),
             ("f1_random_recompute@0.15", NONE),
             ("kl_no_recompute", NONE),
             ("logit_cosine_no_recompute", "0.90 to 0.999"),
             ("logit_cosine_no_recompute_unmoved", "0.97 to 0.99"),
-            ("agreement_no_recompute", NONE),
+            ("top1_agreement_no_recompute", NONE),
         ),
     ),
 )
@@ -130,14 +156,17 @@ LISTS = (
 
 
 def commands() -> list[str]:
-    """What makes every run of the tables, in the order in which they matter."""
+    """What makes every run of the tables."""
     out = []
     for family in FAMILIES:
-        out.append(f"kvprobe patch --task {family} --n 32 --out runs/{family}")
+        more = " --model organism:trained --split test" if family in ORGANISM else ""
+        out.append(f"kvprobe patch{more} --task {family} --n 32 --out runs/{family}")
         out += [
-            f"kvprobe {probe} --task {family} --out runs/{family}-{probe}"
+            f"kvprobe {probe}{more} --task {family} --out runs/{family}-{probe}"
             for probe in ("suffix", "linear", "ablate", "deviate")
         ]
-    out.append("kvprobe edit --task pronoun --turns 6 --thought-tokens 24 --out runs/pronoun-edit")
-    out.append("kvprobe splice --task biography --documents 1,2,4 --shares 0.15,0.5 --out runs/biography-splice")
+    out.append("kvprobe edit --task pronoun --n 16 --turns 6 --thought-tokens 16 --out runs/pronoun-edit")
+    out.append("kvprobe edit --model organism:trained --split test --task gate --turns 8 --out runs/gate-edit")
+    splice = "kvprobe splice --task biography --n 16 --documents 1,2,4 --shares 0.15 --seam-repair 16"
+    out.append(f"{splice} --out runs/biography-splice")
     return out

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib
+
 import pandas as pd
 import pytest
 
@@ -7,6 +9,7 @@ from kvnotes_interp import plots
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.plots import concentration, export, layer_map, style
 from kvnotes_interp.plots.tokens import cells, label, visible
+from kvnotes_interp.probes.patching import VIEWS
 from kvnotes_interp.results import Result
 from tests.results.factory import N_LAYERS, make_result
 
@@ -16,7 +19,17 @@ def result() -> Result:
     return make_result()
 
 
-@pytest.mark.parametrize("kind", list(plots.KINDS))
+# The kinds of patching; those of other probes have tests of their own beside them.
+PATCHING = [name for name, kind in plots.KINDS.items() if kind.view in ("cumulative", *VIEWS, "state", "window")]
+
+
+def test_every_kind_names_a_file_that_draws() -> None:
+    for name, kind in plots.KINDS.items():
+        module = importlib.import_module(f"kvnotes_interp.plots.{kind.module}")
+        assert callable(module.draw), name
+
+
+@pytest.mark.parametrize("kind", PATCHING)
 def test_every_kind_draws_and_carries_its_data(result: Result, kind: str) -> None:
     fig = plots.draw(result, kind)
     assert fig.layout.meta["kind"] == kind
@@ -31,7 +44,7 @@ def test_kinds_follow_the_views_and_wrong_names_get_a_hint() -> None:
     assert states.plot().layout.meta["kind"] == "states"
     with pytest.raises(InputError, match=r"no plot 'stats'\. Did you mean \"states\""):
         states.plot("stats")
-    with pytest.raises(InputError, match="needs rows of the view 'layer_position'"):
+    with pytest.raises(InputError, match="needs recovery in the view 'layer_position'"):
         states.plot("map")
     with pytest.raises(InputError, match=r"no option 'prt'\. Did you mean \"part\""):
         states.plot(prt="k")
