@@ -185,7 +185,7 @@ def fetch(
         where = load["device_map"]
         if where is not None and not isinstance(where, dict):
             raise InputError(f'{plan.name} is too small to be spread by device_map="{where}"; give a device.')
-        hf = hf.to(device=(where or {"": "cpu"})[""])
+        hf.to(device=(where or {"": "cpu"})[""])  # pyright: ignore[reportCallIssue] - a module moves in place
         for weight in hf.parameters():  # weights only: rotary frequencies stay float32, as from_pretrained leaves them
             weight.data = weight.data.to(load["dtype"])
         source = ModelSource(plan.name, "organism", note=note)

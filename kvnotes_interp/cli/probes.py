@@ -204,7 +204,7 @@ def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> No
     chosen = opt.task_options(given.task_option)
     if probe == "splice_quality":  # every question must hold as many documents as the largest number asked for
         chosen.setdefault("documents", max(options["documents"]))
-    items = library.load_items(given.task, n=given.n, seed=given.seed, split=given.split, **chosen)
+    items: Any = library.load_items(given.task, n=given.n, seed=given.seed, split=given.split, **chosen)
     where = {"device": given.device, "dtype": given.dtype, "revision": given.revision}
     if options.pop("dry_run", False):
         from kvnotes_interp import dryrun

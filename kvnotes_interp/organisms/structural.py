@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -144,7 +144,8 @@ def _wire(hf: LlamaForCausalLM, heads: tuple[Wiring, ...], roles: Tensor) -> Non
     embedding = hf.model.embed_tokens.weight
     embedding[:, :n] = _ROLE * torch.nn.functional.one_hot(roles, n).to(embedding.dtype)
     still = [_still(i) for i in range(n)]
-    for layer in hf.model.layers:
+    layers: Any = hf.model.layers
+    for layer in layers:
         layer.self_attn.o_proj.weight[:n] = 0.0
         layer.mlp.down_proj.weight[:n] = 0.0
         q = layer.self_attn.q_proj.weight.view(N_HEADS, D_HEAD, D_MODEL)
