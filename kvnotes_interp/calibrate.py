@@ -100,19 +100,26 @@ def calibrate(*, n: int = 12, seed: int = 0, device: str | None = None, progress
     Args:
         n: pairs per organism. seed: of the pairs and of the probes.
     """
+    import torch
+
     from kvnotes_interp import tasks
     from kvnotes_interp.model import load
 
     pairs = tasks.load("signal", n=n, seed=seed)
     findings: list[Finding] = []
-    with Bar(total=len(MECHANISMS) * len(PROBES), description="calibrate", enabled=progress) as bar:
-        for organism in MECHANISMS:
-            model = load(f"organism:{organism}", device=device, dtype="float32")
-            for probe in PROBES:
-                for quantity, measured, low, high, why in probe(model, organism, pairs, seed):
-                    name = probe.__name__.removeprefix("_")
-                    findings.append(Finding(Known(organism, name, quantity, low, high, why), measured))
-                bar.advance(1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the organisms are too small to share a matrix product
+    try:
+        with Bar(total=len(MECHANISMS) * len(PROBES), description="calibrate", enabled=progress) as bar:
+            for organism in MECHANISMS:
+                model = load(f"organism:{organism}", device=device, dtype="float32")
+                for probe in PROBES:
+                    for quantity, measured, low, high, why in probe(model, organism, pairs, seed):
+                        name = probe.__name__.removeprefix("_")
+                        findings.append(Finding(Known(organism, name, quantity, low, high, why), measured))
+                    bar.advance(1)
+    finally:
+        torch.set_num_threads(threads)
     return Calibration(tuple(findings), seed)
 
 
