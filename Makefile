@@ -64,7 +64,6 @@ figures: $(VENV)/.dev
 	$(BIN)/python -m figures $(ARGS)
 
 bench: $(VENV)/.dev
-	$(INSTALL) -e '.[lens,nnsight]'
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:

@@ -200,9 +200,7 @@ def cut_pair(pair: EncodedPair, *, side: Literal["old", "new"] = "old", min_toke
     if side not in ("old", "new"):
         raise InputError(f'side={side!r}: choose "old" or "new".')
     ids, tokens = (pair.old_ids, pair.tokens_old) if side == "old" else (pair.new_ids, pair.tokens_new)
-    stop = pair.length - 1
-    while stop > 0 and pair.regions[stop - 1] in ("decision", "template"):
-        stop -= 1
+    stop = decision_start(pair)
     begin = 0
     while begin < stop and pair.anchors[begin].startswith("special:"):
         begin += 1
@@ -221,6 +219,14 @@ def cut_pair(pair: EncodedPair, *, side: Literal["old", "new"] = "old", min_toke
     if not chunks:
         raise InputError(f'Pair "{pair.pair.key}": no text stands between the prefix and the decision text.')
     return Blocks(ids[:begin], chunks, ids[stop:])
+
+
+def decision_start(pair: EncodedPair) -> int:
+    """Slot where the closing run of decision and chat-template tokens begins."""
+    start = pair.length - 1
+    while start > 0 and pair.regions[start - 1] in ("decision", "template"):
+        start -= 1
+    return start
 
 
 def _sentence_ends(tokens: Sequence[str], delimiter: Sequence[bool], begin: int, stop: int) -> list[int]:

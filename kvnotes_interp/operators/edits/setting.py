@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvnotes_interp import engine
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.errors import InputError
+from kvnotes_interp.operators.blocks import decision_start
 from kvnotes_interp.tasks import EncodedPair
 
 if TYPE_CHECKING:
@@ -46,9 +47,7 @@ class Setting:
     @property
     def decision_start(self) -> int:
         """Slot where the closing run of decision and template tokens begins; texts about the field go before it."""
-        start = self.stop
-        while start > 0 and self.pair.regions[start - 1] in ("decision", "template"):
-            start -= 1
+        start = decision_start(self.pair)
         if start < self.pair.field[1]:
             raise InputError(f'Pair "{self.pair.pair.key}": the field stands inside the decision text.')
         return start
