@@ -165,6 +165,9 @@ def commands() -> list[str]:
             f"kvprobe {probe}{more} --task {family} --out runs/{family}-{probe}"
             for probe in ("suffix", "linear", "ablate", "deviate")
         ]
+    # 28 answer classes: fewer layers, or the probes take many minutes.
+    short = "--n 32 --layers 0,8,16,24,30 --classifiers logistic --direction-pairs 4"
+    out = [line.replace(" --out", f" {short} --out") if line.endswith("runs/capital-linear") else line for line in out]
     out.append("kvprobe edit --task pronoun --n 16 --turns 6 --thought-tokens 16 --out runs/pronoun-edit")
     out.append("kvprobe edit --model organism:trained --split test --task gate --turns 8 --out runs/gate-edit")
     splice = "kvprobe splice --task biography --n 16 --documents 1,2,4 --shares 0.15 --seam-repair 16"
