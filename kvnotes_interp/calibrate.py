@@ -221,9 +221,7 @@ def _linear(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Ite
         yield _exactly("furthest from chance at a full stop", float((notes - 0.5).abs().max()), 0, "no notes are taken")
     else:
         yield "best full stop", float(notes.max()), 0.9, 1.0, "notes are taken"
-    states = {name: _mean(found, f"reads_new_{name}_means") for name in ("field_only", "downstream_only")}
-    if math.isnan(states["field_only"]):
-        states = {name: _mean(found, f"reads_new_{name}") for name in states}
+    states = {name: _mean(found, f"reads_new_{name}") for name in ("field_only", "downstream_only")}
     if organism != "mixed":
         for state, value in states.items():
             reads = float((state == "field_only") == (organism == "direct"))
@@ -274,11 +272,13 @@ def _deviation(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> 
     if organism == "null":
         return
 
-    def swapped(model: Model, blocks: Any) -> Any:
-        return _under_another_value(model, blocks)
-
     found = probes.attention_deviation(
-        model, pairs[:6], operators=(("swapped", swapped), "no_recompute"), seed=seed, min_gap=0.0, progress=False
+        model,
+        pairs[:6],
+        operators=(("swapped", _under_another_value), "no_recompute"),
+        seed=seed,
+        min_gap=0.0,
+        progress=False,
     )
     rows = found.frame
     kv = rows[(rows["view"] == "kv") & (rows["readout"] == "angle")]

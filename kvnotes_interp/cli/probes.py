@@ -202,6 +202,9 @@ def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> No
     from kvnotes_interp import tasks as library
 
     chosen = opt.task_options(given.task_option)
+    documents = (*library.documents.names(), *library.documents.names_from_files())
+    if probe == "splice_quality" and given.task not in documents:
+        raise InputError(f'--task "{given.task}": splice answers document questions; use {", ".join(documents)}.')
     if probe == "splice_quality":  # every question must hold as many documents as the largest number asked for
         chosen.setdefault("documents", max(options["documents"]))
     items: Any = library.load_items(given.task, n=given.n, seed=given.seed, split=given.split, **chosen)

@@ -95,10 +95,12 @@ def _run(
 
 
 @torch.no_grad()
-def decide(model: Model, cache: KVCache, tail: TokenIds, answers: Sequence[int]) -> Float[Tensor, "batch answer"]:
-    """Logits of the answer tokens after `tail` has been run on top of `cache`, in at least float32."""
+def decide(
+    model: Model, cache: KVCache, tail: TokenIds, answers: Sequence[int] | None = None
+) -> Float[Tensor, "batch answer"]:
+    """Logits of the answer tokens (None: of all) after `tail` has been run on top of `cache`, in at least float32."""
     _, hidden = extend(model, cache, tail)
-    return compat.unembed(model.hf, hidden[:, -1], torch.as_tensor(list(answers)))
+    return compat.unembed(model.hf, hidden[:, -1], None if answers is None else torch.as_tensor(list(answers)))
 
 
 @dataclass(frozen=True)

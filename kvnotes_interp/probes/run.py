@@ -24,7 +24,16 @@ if TYPE_CHECKING:
 
 
 def plan_request(probe: str, model: Model, pairs: Sequence[Pair], options: dict[str, Any]) -> dict[str, Any]:
-    """Everything that decides the numbers of a run: a resumed run must ask for exactly this."""
+    """Everything that decides the numbers of a run: a resumed run must ask for exactly this.
+
+    Raises InputError when something else than pairs was given.
+    """
+    strangers = [type(p).__name__ for p in pairs if not isinstance(p, Pair)]
+    if strangers:
+        raise InputError(
+            f"{probe} takes counterfactual pairs and was given a {strangers[0]}; take pairs from tasks.load(name, "
+            "n=...). Document questions go to attention_deviation and splice_quality."
+        )
     texts = json.dumps([[p.key, p.content, repr(p.old), repr(p.new)] for p in pairs], sort_keys=True)
     return {
         "probe": probe,

@@ -96,8 +96,16 @@ def load_items(
 
     Raises InputError for a name that is neither.
     """
-    if str(name_or_path) in (*documents.names(), *documents.names_from_files()):
-        return documents.load(str(name_or_path), n=n, seed=seed, split=split, **options)
+    from kvnotes_interp.tasks.family import FILE_TYPES, packaged
+
+    name, known = str(name_or_path), (*documents.names(), *documents.names_from_files())
+    if name not in (*known, *packaged()) and "/" not in name and not name.endswith(FILE_TYPES):
+        raise InputError(
+            f'There is no task family "{name}".{nearest(name, [*known, *packaged()])} Families of pairs: '
+            f"{', '.join(packaged())}; document tasks: {', '.join(known)}; or give the path of a family file."
+        )
+    if name in known:
+        return documents.load(name, n=n, seed=seed, split=split, **options)
     return load(name_or_path, n=n, seed=seed, split=split, **options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,6 +19,7 @@ from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators.blocks import Blocks
 from kvnotes_interp.operators.made import Made
 from kvnotes_interp.probes.deviation.rows import Arm, Cells, Grain, alone, compare, numbers, table, within_deviation
+from kvnotes_interp.probes.greedy import greedy_answer
 from kvnotes_interp.probes.items import Item
 from kvnotes_interp.registry import ModelShape
 
@@ -112,12 +113,7 @@ class Measure:
         """Greedy answer up to the first of the item's stops; empty for a pair, whose answer is read from the logits."""
         if item.pair is not None:
             return ""
-        ids, stops = [first], (*self.model.stop_ids, *_single_tokens(self.model.tokenizer, item.stops))
-        if first not in stops and self.max_new_tokens > 1:
-            rest = engine.decode(self.model, cache, [first], max_new_tokens=self.max_new_tokens - 1, stop=stops)
-            ids += rest.token_ids
-        text = self.model.tokenizer.decode([i for i in ids if i not in self.model.stop_ids])
-        return text[: min((text.find(stop) for stop in item.stops if stop in text), default=len(text))]
+        return greedy_answer(self.model, cache, first, stops=item.stops, max_new_tokens=self.max_new_tokens)
 
     def twice(self, item: Item, full: KVCache) -> tuple[Arm, tuple[KVCache, KVCache]]:
         """Full recompute in two passes, whose first is the join of one block; and that block in both."""
@@ -215,12 +211,6 @@ def unmoved(cache: KVCache, blocks: Blocks) -> KVCache:
     """The cache with every chunk's keys turned back to 0, 1, ...: as if the operator had not moved them."""
     local = [*range(len(blocks.prefix)), *(i for chunk in blocks.chunks for i in range(len(chunk)))]
     return replace(cache.placed(torch.tensor(local)), end=blocks.n_context)
-
-
-def _single_tokens(tokenizer: Any, texts: Sequence[str]) -> list[int]:
-    """Ids of those texts that are one token: a decode can end at them; the others are found in the text."""
-    found = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return [int(ids[0]) for ids in found if len(ids) == 1]
 
 
 def tail_of(item: Item, rows: Rows) -> tuple[list[int], list[int]]:

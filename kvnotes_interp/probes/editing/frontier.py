@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvnotes_interp import compat, engine, metrics
+from kvnotes_interp import engine, metrics
 from kvnotes_interp.errors import ControlError, InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators import edits as library
@@ -163,7 +163,7 @@ def _rows(
     case: Case, setting: library.Setting, arms: Sequence[Arm], others: Sequence[EncodedPair], seed: int
 ) -> list[dict[str, Any]]:
     orders = {r: _order(setting, r, others, seed) for r in dict.fromkeys(arm.ranking for arm in arms if arm.ranking)}
-    oracle = _decision(case, library.find("oracle")(setting))[0]  # run once beforehand: also warms up what it times
+    oracle = _decision(case, library.find("oracle")(setting))  # run once beforehand: also warms up what it times
     whole = setting.stop * case.base.n_layers
     out: list[dict[str, Any]] = []
     for arm in arms:
@@ -216,14 +216,13 @@ def _timed(
         options |= {"k": arm.k if order is not None else 0, "order": order or ()}
     start = time.perf_counter()
     made = library.find(arm.edit)(setting, **options)
-    row, _ = _decision(case, made)
+    row = _decision(case, made)
     return made, row, time.perf_counter() - start
 
 
-def _decision(case: Case, made: Made) -> tuple[Tensor, Tensor]:
-    """Logits of the whole vocabulary after the decision token, on the CPU, and the hidden state they come from."""
-    _, hidden = engine.extend(case.model, made.cache, case.tail)
-    return compat.unembed(case.model.hf, hidden[0, -1]).cpu(), hidden
+def _decision(case: Case, made: Made) -> Tensor:
+    """Logits of the whole vocabulary after the decision token, on the CPU."""
+    return engine.decide(case.model, made.cache, case.tail)[0].cpu()
 
 
 def _require_equal(case: Case, row: Tensor, oracle: Tensor) -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kvnotes_interp import compat, engine, metrics
+from kvnotes_interp import engine, metrics
+from kvnotes_interp.cache import KVCache
 from kvnotes_interp.errors import ControlError
 from kvnotes_interp.operators import edits as library
 from kvnotes_interp.operators.edits.erratum import text_ids
@@ -54,6 +56,5 @@ def horizon_rows(case: Case, setting: library.Setting, *, turns: int, wording: s
     return out
 
 
-def _row(case: Case, cache: Any, tail: list[int]) -> torch.Tensor:
-    _, hidden = engine.extend(case.model, cache, tail)
-    return compat.unembed(case.model.hf, hidden[0, -1]).cpu()
+def _row(case: Case, cache: KVCache, tail: list[int]) -> Tensor:
+    return engine.decide(case.model, cache, tail)[0].cpu()
