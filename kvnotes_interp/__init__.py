@@ -20,6 +20,7 @@ _NAMES = {
     "load": "model",
     "Model": "model",
     "KVCache": "cache",
+    "CompactCache": "compact",
     "Site": "cache",
     "Result": "results",
     "Run": "results",
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from . import tasks as tasks
     from .cache import KVCache as KVCache
     from .cache import Site as Site
+    from .compact import CompactCache as CompactCache
     from .errors import ControlError as ControlError
     from .errors import InputError as InputError
     from .errors import KVNotesError as KVNotesError

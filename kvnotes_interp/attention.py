@@ -3,6 +3,7 @@
 `with using(hf, plan):` switches a model to it and back. A plan may
 - add a per-key bias to the logits (compacted caches),
 - cut edges: chosen queries no longer see chosen keys, in chosen layers and heads,
+- let layers hold other numbers of keys than one another, each at a position of its own (compact caches),
 - record the attention rows and the queries themselves of chosen slots in float32 (never a T x T matrix),
 - attend to one shared base cache from many patched rows at once (the sweep).
 
@@ -50,6 +51,7 @@ class Cut:
 class Recorder:
     """Collects, per layer and in float32 (float64 for a float64 model), what attention did for some query slots.
 
+    Slots count from the beginning of the cache, negative ones from the end of the new tokens.
     `want` holds "patterns" `[batch head slot key]`, "queries" `[batch head slot d_head]` (rotated), or both.
     """
 
@@ -88,6 +90,17 @@ class SharedBase:
     masked: Bool[Tensor, "tail key"] | None = None
 
 
+@dataclass(frozen=True)
+class KeyPositions:
+    """Where the cached keys stand when slots are not tokens: per layer `[kv_head slot]`, and `queries` `[query]`.
+
+    Every cached key lies before every new token; a layer's sliding window is counted in positions.
+    """
+
+    keys: tuple[Tensor, ...]
+    queries: Tensor
+
+
 @dataclass
 class Plan:
     """What the attention function does besides attending."""
@@ -97,6 +110,7 @@ class Plan:
     shared: SharedBase | None = None
     cuts: Sequence[Sequence[Cut]] = ()  # one list for all rows of the batch, or one per row
     slots: Tensor | None = None  # `[query]` where the queries stand, when they do not stand behind the cache
+    compact: KeyPositions | None = None
 
 
 _ACTIVE: ContextVar[Plan | None] = ContextVar("kvnotes_attention_plan", default=None)
@@ -152,6 +166,9 @@ def attend(
     if plan.slots is not None:
         window = kwargs.get("sliding_window")
         attention_mask = _seen(plan.slots.to(key.device), key.shape[-2], window)
+    if plan.compact is not None:
+        groups = query.shape[1] // key.shape[1]
+        attention_mask = _seen_compact(plan.compact, layer, kwargs.get("sliding_window"), groups).to(key.device)
     if plan.shared is not None:
         return _attend_shared(plan.shared, layer, query, key, value, scale, softcap), None
     out = _attend_plain(plan, layer, query, key, value, attention_mask, scale, softcap)
@@ -165,6 +182,17 @@ def _seen(slots: Tensor, n_keys: int, window: int | None) -> Bool[Tensor, "1 1 q
     if window is not None:
         seen = seen & (keys > slots[:, None] - window)
     return seen[None, None]
+
+
+def _seen_compact(where: KeyPositions, layer: int, window: int | None, groups: int) -> Bool[Tensor, "1 head query key"]:
+    """All cached keys, those new tokens that come no later than the query, and of these what the window holds."""
+    cached, queries = where.keys[layer], where.queries
+    keys = torch.cat((cached, queries.expand(cached.shape[0], -1)), dim=1)[:, None]  # [kv_head 1 key]
+    seen = keys <= queries[:, None]
+    seen[..., : cached.shape[1]] = True
+    if window is not None:
+        seen = seen & (keys > queries[:, None] - window)
+    return seen.repeat_interleave(groups, 0)[None]
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
@@ -221,7 +249,7 @@ def _cut(
 
 
 def _record(recorder: Recorder, layer: int, weights: Tensor, query: Tensor, start: int) -> None:
-    index = torch.tensor([s - start for s in recorder.slots], device=query.device)
+    index = torch.tensor([s - start if s >= 0 else query.shape[2] + s for s in recorder.slots], device=query.device)
     if "patterns" in recorder.want:
         recorder.patterns[layer] = weights[:, :, index]
     if "queries" in recorder.want:

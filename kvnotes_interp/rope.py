@@ -55,18 +55,21 @@ class RopeGeometry:
 
 
 def rotate(
-    keys: Float[Tensor, "*lead pos d_head"], delta: Int[Tensor, " pos"] | int, layer: LayerRope
+    keys: Float[Tensor, "*lead pos d_head"], delta: Int[Tensor, "*head pos"] | int, layer: LayerRope
 ) -> Float[Tensor, "*lead pos d_head"]:
-    """Turn each key by `delta` positions (positive: later). Returns `keys` itself when there is nothing to turn."""
+    """Turn each key by `delta` positions (positive: later), the same in every head or `[kv_head pos]`.
+
+    Returns `keys` itself when there is nothing to turn.
+    """
     if layer.inv_freq is None:
         return keys
-    steps = torch.as_tensor(delta).cpu().reshape(-1)  # on the CPU: not every device has float64
+    steps = torch.atleast_1d(torch.as_tensor(delta)).cpu()  # on the CPU: not every device has float64
     if not bool(steps.any()):
         return keys
     if layer.rotary_dim > keys.shape[-1]:
         raise InputError(f"rotary_dim {layer.rotary_dim} is larger than d_head {keys.shape[-1]} of these keys.")
     dtype = torch.promote_types(keys.dtype, torch.float32)
-    angle = steps.double()[:, None] * layer.inv_freq.cpu().double()  # [pos rotary_dim/2]
+    angle = steps.double()[..., None] * layer.inv_freq.cpu().double()  # [*head pos rotary_dim/2]
     cos, sin = angle.cos().to(dtype).to(keys.device), angle.sin().to(dtype).to(keys.device)
     turned = keys[..., : layer.rotary_dim].to(dtype)
     if layer.interleaved:

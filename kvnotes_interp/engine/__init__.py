@@ -13,6 +13,7 @@ from kvnotes_interp.engine.capture import (
 )
 from kvnotes_interp.engine.forward import (
     Generated,
+    attention_by_layer,
     attention_rows,
     decide,
     decode,
@@ -35,6 +36,7 @@ __all__ = [
     "SweepResult",
     "WritePatch",
     "answer_logits",
+    "attention_by_layer",
     "attention_rows",
     "blend",
     "capture",

@@ -1,10 +1,14 @@
-"""Plain forward passes over caches. Every pass runs on a fork: the cache handed in is never changed."""
+"""Plain forward passes over caches. Every pass runs on a fork: the cache handed in is never changed.
+
+A `CompactCache` runs like a `KVCache`, and comes back as one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -12,10 +16,13 @@ from torch import Tensor
 
 from kvnotes_interp import attention, compat
 from kvnotes_interp.cache import KVCache
+from kvnotes_interp.compact import Cache, CompactCache
 from kvnotes_interp.errors import InputError
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
+
+C = TypeVar("C", bound=Cache)
 
 TokenIds = Sequence[int] | Sequence[Sequence[int]] | Tensor
 """Token ids of one row, `[pos]`, or of several, `[batch pos]`."""
@@ -39,17 +46,21 @@ def prefill(model: Model, token_ids: TokenIds, *, positions: Sequence[int] | Ten
         positions: rotary position of each token, `[pos]`; 0, 1, 2, ... by default. Gaps are honoured.
     """
     ids = as_ids(model, token_ids)
-    return _run(model, None, ids, positions)[0]
+    positions = _positions(ids, 0, positions)
+    fork = compat.new_cache()
+    compat.forward(model.hf, ids, fork, positions)
+    keys, values = compat.read_cache(fork)
+    return KVCache(keys, values, ids, positions, model.rope, model.model_id)
 
 
 @torch.no_grad()
 def extend(
     model: Model,
-    cache: KVCache,
+    cache: C,
     token_ids: TokenIds,
     *,
     positions: Sequence[int] | Tensor | None = None,
-) -> tuple[KVCache, Float[Tensor, "batch pos d_model"]]:
+) -> tuple[C, Float[Tensor, "batch pos d_model"]]:
     """Run more tokens on top of a cache; returns the longer cache and the new tokens' final hidden states.
 
     Positions go on from `cache.end` by default. A single row of tokens is run for every row of the cache.
@@ -58,45 +69,44 @@ def extend(
     ids = ids.expand(cache.batch, -1) if ids.shape[0] == 1 else ids
     if ids.shape[0] != cache.batch:
         raise InputError(f"{ids.shape[0]} rows of tokens for a cache of batch {cache.batch}.")
-    return _run(model, cache, ids, positions)
+    positions = _positions(ids, cache.end, positions)
+    if cache.model_id != model.model_id:
+        raise InputError(f"this cache was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
+    hidden, keys, values = _run(model, cache, ids, positions, attention.Plan())
+    return cast(C, cache.appended(keys, values, ids, positions)), hidden
 
 
-def _run(
-    model: Model, cache: KVCache | None, ids: Tensor, positions: Sequence[int] | Tensor | None
-) -> tuple[KVCache, Tensor]:
-    start = 0 if cache is None else cache.end
+def _positions(ids: Tensor, end: int, positions: Sequence[int] | Tensor | None) -> Int[Tensor, " pos"]:
+    """Positions from `end` on, or those given. Raises InputError when they do not fit the tokens or lie before it."""
     if positions is None:
-        positions = torch.arange(start, start + ids.shape[1])
+        return torch.arange(end, end + ids.shape[1])
     positions = torch.as_tensor(positions, dtype=torch.long).cpu()
     if positions.shape != ids.shape[1:]:
         raise InputError(f"{tuple(positions.shape)} positions for {ids.shape[1]} tokens.")
-    if cache is not None and int(positions.min()) < cache.end:
-        raise InputError(
-            f"position {int(positions.min())} lies before the cache's end {cache.end}; new tokens go behind it."
-        )
-    if cache is None:
-        fork = compat.new_cache()
-        hidden = compat.forward(model.hf, ids, fork, positions)
-        keys, values = compat.read_cache(fork)
-        new = KVCache(keys, values, ids, positions, model.rope, model.model_id)
-        return new, hidden
-    if cache.model_id != model.model_id:
-        raise InputError(f"this cache was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
+    if int(positions.min()) < end:
+        raise InputError(f"position {int(positions.min())} lies before the cache's end {end}; new tokens go behind it.")
+    return positions
+
+
+def _run(
+    model: Model, cache: Cache, ids: Tensor, positions: Tensor, plan: attention.Plan
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """(hidden states, keys, values) of the new tokens, with whatever of the cache needs this package's attention."""
     fork = compat.new_cache(cache.keys, cache.values)
-    if cache.bias is None:
+    plan = replace(plan, bias=cache.bias)
+    if isinstance(cache, CompactCache):
+        plan = replace(plan, compact=attention.KeyPositions(cache.positions, positions))
+    own = any(part is not None for part in (plan.bias, plan.recorder, plan.compact))
+    with attention.using(model.hf, plan) if own else nullcontext():  # else the model's own attention
         hidden = compat.forward(model.hf, ids, fork, positions)
-    else:
-        with attention.using(model.hf, attention.Plan(bias=cache.bias)):
-            hidden = compat.forward(model.hf, ids, fork, positions)
     keys, values = compat.read_cache(fork)
-    old = len(cache)
-    grown = cache.appended(tuple(k[:, :, old:] for k in keys), tuple(v[:, :, old:] for v in values), ids, positions)
-    return grown, hidden
+    new = ids.shape[1]
+    return hidden, tuple(k[:, :, -new:] for k in keys), tuple(v[:, :, -new:] for v in values)
 
 
 @torch.no_grad()
 def decide(
-    model: Model, cache: KVCache, tail: TokenIds, answers: Sequence[int] | None = None
+    model: Model, cache: Cache, tail: TokenIds, answers: Sequence[int] | None = None
 ) -> Float[Tensor, "batch answer"]:
     """Logits of the answer tokens (None: of all) after `tail` has been run on top of `cache`, in at least float32."""
     _, hidden = extend(model, cache, tail)
@@ -109,13 +119,13 @@ class Generated:
 
     token_ids: tuple[int, ...]
     text: str
-    cache: KVCache
+    cache: Cache
 
 
 @torch.no_grad()
 def decode(
     model: Model,
-    cache: KVCache,
+    cache: Cache,
     token_ids: TokenIds,
     *,
     max_new_tokens: int,
@@ -161,19 +171,28 @@ def attention_rows(
 
     Memory: layers x heads x rows x keys x 4 bytes; no T x T matrix is made when `tail` is short.
     """
+    return torch.stack(attention_by_layer(model, cache, tail, rows=rows))
+
+
+@torch.no_grad()
+def attention_by_layer(
+    model: Model, cache: Cache, tail: TokenIds, *, rows: int = 1
+) -> tuple[Float[Tensor, "head row key"], ...]:
+    """`attention_rows` per layer, for caches whose layers hold different numbers of keys: the cached ones come first.
+
+    Heads are query heads; a compact cache's `positions` and `sources` say per KV head what a key is.
+    """
     ids = as_ids(model, tail)
-    end = len(cache) + ids.shape[1]
-    recorder = attention.Recorder(tuple(range(end - rows, end)))
-    fork = compat.new_cache(cache.keys, cache.values)
-    with attention.using(model.hf, attention.Plan(bias=cache.bias, recorder=recorder)):
-        compat.forward(model.hf, ids, fork, torch.arange(cache.end, cache.end + ids.shape[1]))
-    return torch.stack([recorder.patterns[layer][0].float().cpu() for layer in range(cache.n_layers)])
+    new = ids.shape[1]
+    recorder = attention.Recorder(tuple(range(-rows, 0)))
+    _run(model, cache, ids, torch.arange(cache.end, cache.end + new), attention.Plan(recorder=recorder))
+    return tuple(recorder.patterns[layer][0].float().cpu() for layer in range(cache.n_layers))
 
 
 @torch.no_grad()
 def noise_floor(
     model: Model,
-    cache: KVCache,
+    cache: Cache,
     tail: TokenIds,
     answers: Sequence[int],
     *,
