@@ -13,7 +13,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_DISABLED", "true")
 
-SECTIONS = ("sweep", "scaling", "memory", "startup", "ttft", "cuda")
+SECTIONS = ("sweep", "scaling", "memory", "startup", "ttft", "checkpointing", "cuda")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -23,7 +23,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--methods", nargs="+", help="keys of the methods to time (default: all)")
     parser.add_argument("--tokens", nargs="+", type=int, help="prompt lengths (default: 128 512; 1k 4k 16k on CUDA)")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda for the section cuda")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda for the sections cuda and checkpointing")
+    parser.add_argument("--model", help="model of the section checkpointing (default: smollm2-135m)")
     parser.add_argument("--threads", type=int, help="CPU threads of every method (default: all cores)")
     parser.add_argument("--out", type=Path, help="folder for the raw JSON (default: benchmarks/results)")
     parser.add_argument("--write-readme", action="store_true", help="put the tables into benchmarks/README.md")
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(name: str, args: argparse.Namespace, model: Any, facts: dict[str, Any]) -> Any:
-    from benchmarks import big, patch_sweep, scaling, startup, sweep_memory, ttft
+    from benchmarks import big, checkpointing, patch_sweep, scaling, startup, sweep_memory, ttft
     from benchmarks.methods import METHODS
     from benchmarks.problem import english
     from benchmarks.report import Section
@@ -110,6 +111,14 @@ def _run(name: str, args: argparse.Namespace, model: Any, facts: dict[str, Any])
         options = {"lengths": (128, 256), "chunks": (2,), "rounds": 1} if quick else {}
         options |= {"lengths": tuple(args.tokens)} if args.tokens else {}
         tables, raw = ttft.run(model, **options)
+        return Section(name, tables, raw, machine=facts)
+    if name == "checkpointing":
+        import kvnotes_interp as kv
+
+        options = {"lengths": (64, 128), "rounds": 1} if quick else {}
+        options |= {"lengths": tuple(args.tokens)} if args.tokens else {}
+        chosen = kv.load(args.model or kv.sources.DEFAULT, device=args.device)
+        tables, raw = checkpointing.run(chosen, **options)
         return Section(name, tables, raw, machine=facts)
     if reason := big.missing(args.device):
         return Section(name, (), {}, skipped=reason, machine=facts)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -24,6 +24,7 @@ from kvnotes_interp.errors import UnsupportedError
 _CACHE_ARGUMENTS = ("cache", "past_key_values")
 _FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
 _LAYER_LISTS = ("layers", "h", "blocks")
+_FUSED_PROJECTIONS = ("qkv_proj", "query_key_value")  # queries, keys and values in one matrix
 # Kinds of layer whose state is not one key and one value per token.
 _UNSUPPORTED_LAYERS = {
     "linear_attention": "a linear-attention layer keeps a running state, not keys and values per token",
@@ -91,6 +92,22 @@ def output_projection(layer: nn.Module) -> nn.Linear:
         if isinstance(found, nn.Linear):
             return found
     raise UnsupportedError(f"{type(attention).__name__}: no output projection (a Linear) found.")
+
+
+def attention_projections(layer: nn.Module) -> dict[str, nn.Linear]:
+    """The projections of a layer's attention as q_proj, k_proj, v_proj and o_proj, whatever the family calls them.
+
+    A fused projection stands under all three names.
+    """
+    attention = attention_module(layer)
+    fused = next((m for n in _FUSED_PROJECTIONS if isinstance(m := getattr(attention, n, None), nn.Linear)), None)
+    found = {name: getattr(attention, name, None) or fused for name in ("q_proj", "k_proj", "v_proj")}
+    wrong = [name for name, module in found.items() if not isinstance(module, nn.Linear)]
+    if wrong:
+        raise UnsupportedError(
+            f"{type(attention).__name__}: no Linear {', '.join(wrong)}, nor one of {', '.join(_FUSED_PROJECTIONS)}."
+        )
+    return {**found, "o_proj": output_projection(layer)}  # type: ignore[dict-item]
 
 
 def attention_write(layer: nn.Module) -> nn.Module:
@@ -178,6 +195,16 @@ class PassThroughCache(DynamicCache):
         return key_states, value_states
 
 
+class OneLayerCache(PassThroughCache):
+    """The cache of one layer in a pass that starts from nothing: `written` is what the layer put into it."""
+
+    written: tuple[Tensor, Tensor]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.written = (key_states, value_states)
+        return self.written
+
+
 class SlotCache(DynamicCache):
     """A cache of fixed length whose slots are overwritten: new keys and values go where `slots` says.
 
@@ -202,18 +229,33 @@ class SlotCache(DynamicCache):
 
 
 def forward(
-    hf: PreTrainedModel, token_ids: Int[Tensor, "batch pos"], cache: Cache, positions: Int[Tensor, " pos"]
+    hf: PreTrainedModel,
+    token_ids: Int[Tensor, "batch pos"] | None,
+    cache: Cache,
+    positions: Int[Tensor, " pos"] | Int[Tensor, "batch pos"],
+    *,
+    mask: Bool[Tensor, "batch key"] | None = None,
+    embeddings: Float[Tensor, "batch pos d_model"] | None = None,
 ) -> Float[Tensor, "batch pos d_model"]:
     """One pass over `token_ids` on top of `cache`, which grows; returns the hidden states after the final norm.
+
+    Args:
+        positions: rotary positions of the new tokens, one row for all or one per row of the batch.
+        mask: True for each key, the cached ones first and then the new ones, that may be seen at all (padding is not).
+            Causality and windows come on top; they count slots, so pad a cache in front and new tokens behind.
+        embeddings: what the embedding layer would give for the tokens; `token_ids` is then not looked at.
 
     A cache object is always handed in: without one, transformers takes a gap in `positions` for packed sequences and
     cuts the attention there.
     """
     body = decoder(hf)
+    tokens = {"input_ids": token_ids} if embeddings is None else {"inputs_embeds": embeddings}
+    batch, device = next((t.shape[0], t.device) for t in tokens.values() if t is not None)
+    positions = positions.to(device)
     out = body(
-        input_ids=token_ids,
-        position_ids=positions.to(token_ids.device)[None].expand(token_ids.shape[0], -1),
-        attention_mask=None,
+        **tokens,
+        position_ids=positions if positions.ndim == 2 else positions[None].expand(batch, -1),
+        attention_mask=mask,
         use_cache=True,
         **{cache_argument(body): cache},
     )

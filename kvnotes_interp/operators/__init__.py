@@ -4,6 +4,7 @@
     made = operators.find("no_recompute")(model, blocks)
     made.cache, made.layer_tokens
     operators.find("cacheblend@0.3")        # NAME@VALUE: an operator with the one option of its name set
+    operators.find("sempic@runs/bio")       # a learned one: the folder of its trained Writer
 
 An operator is a pure function `(model, blocks, *, options) -> Made` in a small file of its own; add it to `OPERATORS`.
 Nothing heavy is imported until one is used.
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from kvnotes_interp.operators.splice import Spliced as Spliced
     from kvnotes_interp.operators.splice import attach as attach
     from kvnotes_interp.operators.splice import splice_skills as splice_skills
+    from kvnotes_interp.operators.writer import Writer as Writer
+    from kvnotes_interp.operators.writer import new_writer as new_writer
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,21 @@ class Operator:
     def takes(self, option: str) -> bool:
         """Whether it has this option ("compiled": caches made beforehand; "seed")."""
         return option in inspect.signature(self._implementation).parameters
+
+    @property
+    def adapter(self) -> str:
+        """Folder of the trained Writer that compiles for this operator; empty where the plain model does."""
+        return str(self.options.get("adapter", ""))
+
+    def precompile(self, model: Model, blocks: Blocks) -> Compiled:
+        """What this operator can be handed as `compiled`. Operators with the same `adapter` share it."""
+        if "adapter" in self.options:
+            from kvnotes_interp.operators import learned
+
+            return learned.precompile(model, blocks, adapter=self.options["adapter"], kind=self.function)
+        from kvnotes_interp.operators import compose
+
+        return compose.precompile(model, blocks)
 
     @property
     def _implementation(self) -> Callable[..., Made]:
@@ -120,6 +138,30 @@ OPERATORS: dict[str, Operator] = {
             "SemPIC, arXiv 2607.28069 (control)",
             {"share": 0.15},
         ),
+        Operator(
+            "sempic",
+            "sempic",
+            "sempic",
+            "chunks compiled by the model with a trained adapter, joined: @folder",
+            "SemPIC, arXiv 2607.28069",
+            {"adapter": ""},
+        ),
+        Operator(
+            "packet",
+            "packet",
+            "packet",
+            "chunks compiled between trained vectors, joined: @folder",
+            "KV Packet, arXiv 2604.13226",
+            {"adapter": ""},
+        ),
+        Operator(
+            "joint",
+            "joint",
+            "joint",
+            "both: the adapted model, and trained vectors around each chunk: @folder",
+            "SemPIC, arXiv 2607.28069",
+            {"adapter": ""},
+        ),
     )
 }
 
@@ -139,9 +181,11 @@ _NAMES = {
     "Spliced": "splice",
     "attach": "splice",
     "splice_skills": "splice",
+    "Writer": "writer",
+    "new_writer": "writer",
 }
 
-__all__ = ["OPERATORS", "Operator", "find", "names", "setting", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["OPERATORS", "Operator", "adapters", "find", "names", "setting", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def names() -> tuple[str, ...]:
@@ -152,23 +196,37 @@ def names() -> tuple[str, ...]:
 def find(name: str) -> Operator:
     """The operator of this name, or of NAME@VALUE: that operator with the one option of its name set to the value.
 
-    Raises InputError with the nearest right name.
+    Raises InputError with the nearest right name, and for a learned operator without a folder.
     """
     base, at, value = str(name).partition("@")
     if base not in OPERATORS:
         raise InputError(f"there is no operator {name!r}.{nearest(base, OPERATORS)} Operators: {', '.join(OPERATORS)}.")
     found = OPERATORS[base]
+    option = setting(found)
+    if option == "adapter" and not value:
+        raise InputError(f"operator {name!r} needs a trained Writer: {base}@FOLDER; kvprobe train {base} makes one.")
     if not at:
         return found
-    option = setting(found)
     if not option:
         raise InputError(f"operator {name!r}: {base} has no option to set; write {base}.")
-    return replace(found, name=name, options={**found.options, option: _value(name, value)})
+    return replace(
+        found, name=name, options={**found.options, option: value if option == "adapter" else _value(name, value)}
+    )
 
 
 def setting(operator: Operator) -> str:
-    """The option that NAME@VALUE sets ("share" or "seam_repair"), or an empty string."""
-    return next((option for option in ("share", "seam_repair") if option in operator.options), "")
+    """The option that NAME@VALUE sets ("share", "seam_repair" or "adapter"), or an empty string."""
+    return next((option for option in ("share", "seam_repair", "adapter") if option in operator.options), "")
+
+
+def adapters(operators: Mapping[str, Any]) -> dict[str, str]:
+    """The sha256 of the Writer behind every learned operator of `{label: operator}`, as manifests record it."""
+    learned = {label: one for label, one in operators.items() if isinstance(one, Operator) and one.adapter}
+    if not learned:
+        return {}
+    from kvnotes_interp.operators.learned import adapter_sha256
+
+    return {label: adapter_sha256(one.adapter) for label, one in learned.items()}
 
 
 def _value(name: str, text: str) -> int | float | str:

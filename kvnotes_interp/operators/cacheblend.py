@@ -9,7 +9,7 @@ from kvnotes_interp import engine
 from kvnotes_interp.operators.blocks import Blocks
 from kvnotes_interp.operators.compose import no_recompute
 from kvnotes_interp.operators.made import Compiled, Made
-from kvnotes_interp.operators.seams import count_of, stale_slots
+from kvnotes_interp.operators.seams import count_of, refuse_wrappers, stale_slots
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -32,6 +32,7 @@ def cacheblend(
     """
     made = no_recompute(model, blocks, compiled=compiled)
     candidates = stale_slots(blocks)
+    refuse_wrappers(made, candidates)
     keep = count_of(share, len(candidates))
     done = engine.blend(model, made.cache, candidates, keep, check_layer=check_layer)
     return replace(made, cache=done.cache, recomputed_tokens=len(candidates), layer_tokens=done.layer_tokens)

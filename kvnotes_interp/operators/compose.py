@@ -56,4 +56,6 @@ def no_recompute(model: Model, blocks: Blocks, *, move_keys: bool = True, compil
     assert cache is not None  # blocks hold at least one chunk
     # Keys that were not moved stand at low positions; the suffix still comes behind all of the tokens.
     cache = replace(cache, end=start)
-    return Made(cache, 0, 0, 0 if compiled is not None else ready.layer_tokens)
+    slots = (cache.token_ids[0] >= 0).nonzero()[:, 0].tolist()
+    token_slots = None if len(slots) == len(cache) else tuple(slots)
+    return Made(cache, 0, 0, 0 if compiled is not None else ready.layer_tokens, token_slots)

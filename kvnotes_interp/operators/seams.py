@@ -34,8 +34,18 @@ def count_of(share: float, n: int) -> int:
     return min(n, max(1, math.floor(share * n + 0.5))) if share > 0 else 0
 
 
+def refuse_wrappers(made: Made, slots: Sequence[int]) -> None:
+    """Raise InputError when `slots`, counted in tokens, would be recomputed in a cache that holds wrapper slots too."""
+    if slots and made.token_slots is not None:
+        raise InputError(
+            f"{len(slots)} tokens to recompute in a cache with {len(made.cache) - len(made.token_slots)} wrapper slots "
+            "(a packet's): seams are repaired in caches that the plain model or a sempic Writer compiled."
+        )
+
+
 def repaired(model: Model, blocks: Blocks, slots: Sequence[int], compiled: Compiled | None) -> Made:
     """The join with `slots` truly recomputed on the mixed cache, and its cost."""
     made = no_recompute(model, blocks, compiled=compiled)
+    refuse_wrappers(made, slots)
     done = engine.recompute(model, made.cache, slots)
     return replace(made, cache=done.cache, recomputed_tokens=len(done.slots), layer_tokens=done.layer_tokens)

@@ -2,10 +2,12 @@
 
     store = SkillStore("skills", model)
     skill = store.get(text)        # compiled the first time, read from disk afterwards
+    store = SkillStore("skills", model, writer=Writer.load("runs/bio", model))       # compiled by a trained Writer
 
 A skill is two files: the cache (safetensors) and, written last, a small JSON file with its text, the hash of text and
 cache, the tokenizer's fingerprint, the model and its revision. A cache of another tokenizer, model, revision, rotary
-geometry or precision is refused by name, never used.
+geometry or precision is refused by name, never used. One that a Writer compiled says by which; any may be read by
+the plain model, with `splice_skills` or joined by hand.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvnotes_interp import engine
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.downloads import sha256
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.files import replacing
+from kvnotes_interp.operators.writer import Writer
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -36,12 +41,14 @@ class Skill:
         cache: its keys and values; `cache.model_id` and `cache.rope` name the model.
         tokenizer: fingerprint of the tokenizer that cut the text.
         revision: commit or file hash of the weights, where known.
+        writer: fingerprint of the Writer that compiled it; empty for the plain model.
     """
 
     text: str
     cache: KVCache
     tokenizer: str
     revision: str = ""
+    writer: str = ""
 
     @property
     def text_sha256(self) -> str:
@@ -49,7 +56,8 @@ class Skill:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        return tuple(self.cache.token_ids[0].tolist())
+        """Of the text: wrapper slots, which hold no token, are not among them."""
+        return tuple(token for token in self.cache.token_ids[0].tolist() if token >= 0)
 
     def check(self, model: Model) -> None:
         """Raise InputError, naming what differs, unless this model may read the skill."""
@@ -82,10 +90,11 @@ class Skill:
             "format": FORMAT,
             "text": self.text,
             "text_sha256": self.text_sha256,
-            "tokens": len(self.cache),
+            "tokens": len(self.token_ids),
             "tokenizer": self.tokenizer,
             "model_id": self.cache.model_id,
             "revision": self.revision,
+            "writer": self.writer,
             "cache_sha256": sha256(path),
         }
         with replacing(_beside(path)) as temporary:
@@ -107,34 +116,42 @@ class Skill:
             raise InputError(f"{beside} describes no skill of format {FORMAT!r} (found {about.get('format')!r}).")
         if not path.is_file() or sha256(path) != about["cache_sha256"]:
             raise InputError(f"{path} is not the cache that {beside.name} describes (sha256). Compile the text again.")
-        skill = cls(about["text"], KVCache.load(path, device=model.device), about["tokenizer"], about["revision"])
+        cache, writer = KVCache.load(path, device=model.device), about.get("writer", "")
+        skill = cls(about["text"], cache, about["tokenizer"], about["revision"], writer)
         if skill.text_sha256 != about["text_sha256"]:
             raise InputError(f"the text in {beside} was changed after it was compiled (sha256). Compile it again.")
         skill.check(model)
         return skill
 
 
-def precompile_skill(model: Model, text: str) -> Skill:
-    """Prefill `text` alone, without a BOS token. Raises InputError for an empty text or a model without a tokenizer."""
+def precompile_skill(model: Model, text: str, *, writer: Writer | None = None) -> Skill:
+    """Compile `text` alone, without a BOS token, by the plain model or a Writer.
+
+    Raises InputError for an empty text, a model without a tokenizer, or another model's Writer.
+    """
     fingerprint = tokenizer_fingerprint(model.tokenizer)
     ids = [int(i) for i in model.tokenizer(text, add_special_tokens=False)["input_ids"]]
     if not ids:
         raise InputError(f"the skill's text {text!r} has no tokens.")
-    return Skill(text, engine.prefill(model, ids), fingerprint, revision_of(model))
+    if writer is None:
+        return Skill(text, engine.prefill(model, ids), fingerprint, revision_of(model))
+    with torch.no_grad():
+        cache = writer.compile(model, [ids])[0]
+    return Skill(text, cache, fingerprint, revision_of(model), writer.fingerprint)
 
 
 class SkillStore:
     """Skills of one model in a folder, each compiled when it is first asked for.
 
     Args:
-        folder: made when needed; several models may share it, each finds only its own.
+        folder: made when needed; several models and Writers may share it, each finds only its own.
+        writer: what compiles; None is the plain model. It may not be trained further while the store is in use.
     """
 
-    def __init__(self, folder: str | Path, model: Model) -> None:
-        self.folder, self.model = Path(folder), model
-        self._made_by = "|".join(
-            (tokenizer_fingerprint(model.tokenizer), model.model_id, revision_of(model), str(model.dtype))
-        )
+    def __init__(self, folder: str | Path, model: Model, *, writer: Writer | None = None) -> None:
+        self.folder, self.model, self.writer = Path(folder), model, writer
+        made_by = (tokenizer_fingerprint(model.tokenizer), model.model_id, revision_of(model), str(model.dtype))
+        self._made_by = "|".join(made_by if writer is None else (*made_by, writer.fingerprint))
 
     def path(self, text: str) -> Path:
         """Where the skill of this text is kept: the name is a hash of the text and of all that decides its cache."""
@@ -146,7 +163,7 @@ class SkillStore:
         path = self.path(text)
         if _beside(path).is_file():
             return Skill.load(path, self.model)
-        skill = precompile_skill(self.model, text)
+        skill = precompile_skill(self.model, text, writer=self.writer)
         skill.save(path)
         return skill
 

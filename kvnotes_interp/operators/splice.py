@@ -61,6 +61,8 @@ def attach(model: Model, cache: KVCache, chunk: KVCache, *, seam_repair: SeamRep
     The returned cost is that of the repair. Raises InputError when the two caches are not the same model's.
     """
     count = repair_of(seam_repair, len(chunk)) if len(cache) else 0
+    if count and bool((chunk.token_ids < 0).any()):
+        raise InputError("this chunk was compiled with a packet's wrappers: its seam cannot be repaired, only joined.")
     joined = join(cache, chunk.placed(torch.arange(cache.end, cache.end + len(chunk))))
     done = engine.recompute(model, joined, range(len(cache), len(cache) + count))
     return Made(done.cache, len(done.slots), done.layer_tokens)

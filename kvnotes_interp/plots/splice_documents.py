@@ -39,7 +39,7 @@ def draw(result: Result, *, readout: str = "micro_f1", share: float = 0.15, seam
     for index, operator in enumerate(splicing.in_order(table["operator"].tolist())):
         own = table[table["operator"] == operator].sort_values("documents")
         name, colour, dash, symbol = splicing.look(operator, index)
-        setting = str(own["site"].iloc[0]).partition("@")[2]
+        setting = str(own["site"].iloc[0]).removeprefix(operator).removeprefix("@")
         label = f"{name} ({_text(setting)})" if setting else name
         style.band(fig, own, x="documents", name=label, colour=colour, dash=dash, symbol=symbol)
     ticks = sorted(table["documents"].unique().tolist())
@@ -50,7 +50,9 @@ def draw(result: Result, *, readout: str = "micro_f1", share: float = 0.15, seam
 
 
 def _nearest(sites: list[str], share: float, seam_repair: int | str) -> str:
-    """The site whose setting is nearest to the one asked for."""
+    """The site whose setting is nearest to the one asked for; the only one there is, whatever it is."""
+    if len(sites) == 1:
+        return sites[0]
 
     def distance(site: str) -> float:
         name, _, value = site.partition("@")

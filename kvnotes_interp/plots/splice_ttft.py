@@ -38,7 +38,7 @@ def draw(result: Result, *, readout: str = "speedup", bins: int = 6) -> go.Figur
         own = table[table["operator"] == operator]
         name, colour, dash, symbol = splicing.look(operator, index)
         for site, line in own.groupby("site", sort=True):
-            setting = str(site).partition("@")[2]
+            setting = str(site).removeprefix(operator).removeprefix("@")
             label = f"{name} @{setting}" if setting else name
             style.band(fig, line.sort_values("tokens"), x="tokens", name=label, colour=colour, dash=dash, symbol=symbol)
     if readout == "speedup":

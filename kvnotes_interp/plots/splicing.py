@@ -21,6 +21,9 @@ LOOKS = {
     "epic": ("EPIC", style.SKY, "dash", "square"),
     "cacheblend": ("CacheBlend", style.ORANGE, "solid", "diamond"),
     "random_recompute": ("random tokens", style.GREY, "dot", "x-thin-open"),
+    "sempic": ("SemPIC", style.PURPLE, "solid", "star"),
+    "joint": ("SemPIC and KV Packet", style.PURPLE, "dash", "hexagon"),
+    "packet": ("KV Packet", style.SKY, "solid", "pentagon"),
     "no_recompute": ("no recompute", style.GREEN, "solid", "triangle-up"),
     "no_recompute_unmoved": ("no recompute, keys not moved", style.RED, "dot", "triangle-down"),
 }
@@ -34,18 +37,26 @@ READOUTS = {
     "logit_cosine": "Logit cosine to full recompute",
     "margin": "Margin of the right first token (logits)",
 }
+DASHES = ("solid", "dash", "dot", "dashdot")
 SPARE = (style.PURPLE, style.GREEN, style.SKY)
 
 
 def look(operator: str, index: int = 0) -> tuple[str, str, str, str]:
-    """Name, colour, dash and marker; an operator of the user's own gets a spare colour."""
+    """Name, colour, dash and marker; an operator of the user's own gets a spare colour.
+
+    A learned one, named with its folder, has the look of its kind; `index` tells two of a kind apart by the dash.
+    """
+    kind, _, folder = operator.partition("@")
+    if folder and kind in LOOKS:
+        name, colour, _, symbol = LOOKS[kind]
+        return f"{name} ({folder})", colour, DASHES[index % len(DASHES)], symbol
     return LOOKS.get(operator, (operator.replace("_", " "), SPARE[index % 3], "dashdot", "cross"))
 
 
 def in_order(operators: Sequence[str]) -> list[str]:
     """Operators in the order of the legend, others behind them."""
-    known = [name for name in LOOKS if name in set(operators)]
-    return known + sorted(set(operators) - set(known))
+    rank = {name: place for place, name in enumerate(LOOKS)}
+    return sorted(set(operators), key=lambda name: (rank.get(name.partition("@")[0], len(rank)), name))
 
 
 def check_readout(readout: str) -> str:

@@ -64,7 +64,8 @@ def attention_deviation(
 
     Args:
         items: counterfactual pairs (the old prompt, cut at its sentences) or document questions (cut at documents).
-        operators: names of `operators.OPERATORS`, or (name, function) for one of your own.
+        operators: names of `operators.OPERATORS`, NAME@FOLDER for a learned one, or (name, function) for one of your
+            own. Wrapper slots of a packet's cache are in no chunk.
         rows: queries whose attention is compared: "terminal" (last token of the suffix), "suffix" (all of it), or
             "answer" (those that predict the right answer's tokens, which are fed in turn).
         edges: ratios at which a chunk is cut into prefix, interior and suffix, between 0 and 0.5.
@@ -95,7 +96,9 @@ def attention_deviation(
         raise InputError(f"max_new_tokens={max_new_tokens}: at least one token is needed to answer.")
     competence = Competence(min_gap, min_gap_noise)
     found, aside = items_of(model, items, straddle=straddle)
-    options = {"operators": list(chosen), "rows": rows, "seed": seed, "straddle": straddle, **vars(grain)}
+    writers = library.adapters(chosen)
+    trained = {"adapters": writers} if writers else {}
+    options = {"operators": list(chosen), **trained, "rows": rows, "seed": seed, "straddle": straddle, **vars(grain)}
     request = {
         "probe": "attention_deviation",
         "model": model.source.to_dict(),

@@ -77,7 +77,7 @@ class Measure:
     competence: Competence
 
     def __call__(self, item: Item) -> tuple[pd.DataFrame, dict[str, Any]]:
-        full = self.look(item, FULL, operators.full_recompute(self.model, item.blocks).cache)
+        full = self.look(item, FULL, operators.full_recompute(self.model, item.blocks))
         again, single = self.twice(item, full.cache)
         noise = float((again.logits - full.logits).abs()[self._answers(item)].max())
         line = self.line(item, full, noise)
@@ -88,26 +88,34 @@ class Measure:
         for name, operator in self.chosen.items():
             made = operator(self.model, item.blocks)
             _check_made(name, item, made)
-            arm = self.look(item, name, made.cache)
-            first = first or arm
+            arm = self.look(item, name, made)
+            first = first or (arm if made.token_slots is None else None)
             cells += compare(item, arm, full, self.grain)
             cells += alone(item, arm, full) if name != FULL else []
             cost = {"recomputed_tokens": float(made.recomputed_tokens), "layer_tokens": float(made.layer_tokens)}
             cells.append(numbers(cost, view="cost", site=name, ranking=name))
-        assert first is not None
-        cells += self.controls(item, full, again, single, first, noise)
+        cells += self.controls(item, full, again, single, first or full, noise)
         return table(item, cells), line
 
-    def look(self, item: Item, name: str, cache: KVCache, *, answer: bool = True) -> Arm:
-        """Run the end of the prompt on a cache: rows, logits and, for a question, the greedy answer."""
-        tail, at = tail_of(item, self.rows)
-        context = item.blocks.n_context
+    def look(self, item: Item, name: str, made: Made | KVCache, *, answer: bool = True) -> Arm:
+        """Run the end of the prompt on a cache: rows, logits and, for a question, the greedy answer.
+
+        Of a cache with wrapper slots the tokens alone are kept: what attention the wrappers draw is no token's, and
+        keys are turned to where full recompute has them, so that a shift by wrappers does not show as a difference.
+        """
+        made = made if isinstance(made, Made) else Made(made, 0, 0)
+        cache, tail, at = made.cache, *tail_of(item, self.rows)
+        context = len(cache)
         done = engine.capture(self.model, cache, tail, slots=[context + i for i in at], want=("patterns",))
         assert done.patterns is not None
         stop = len(item.blocks.suffix)
         logits = compat.unembed(self.model.hf, done.hidden[:1, stop - 1])[0].cpu()
         text = self.answer(item, done.cache[: context + stop], int(logits.argmax())) if answer else ""
-        return Arm(name, cache, done.patterns[:, 0], logits, text)
+        rows = done.patterns[:, 0]
+        if made.token_slots is not None:
+            rows = rows[..., [*made.token_slots, *range(context, rows.shape[-1])]]
+            cache = made.tokens.placed(torch.arange(item.blocks.n_context))
+        return Arm(name, cache, rows, logits, text)
 
     def answer(self, item: Item, cache: KVCache, first: int) -> str:
         """Greedy answer up to the first of the item's stops; empty for a pair, whose answer is read from the logits."""
@@ -170,7 +178,8 @@ class Measure:
         self, item: Item, full: Arm, again: Arm, single: tuple[KVCache, KVCache], first: Arm, noise: float
     ) -> list[Cells]:
         """Rows of the three controls. Raises ControlError on the first that fails."""
-        # An operator that leaves keys unmoved itself would be compared with itself: full recompute stands in for it.
+        # An operator that leaves keys unmoved itself would be compared with itself, and one whose cache has wrapper
+        # slots cannot be run without them: full recompute stands in for it.
         base = first if torch.equal(first.cache.positions, full.cache.positions) else full
         still = self.look(item, "unmoved", unmoved(base.cache, item.blocks), answer=False)
         itself, astray = within_deviation(item, again, full), within_deviation(item, still, base)
@@ -225,10 +234,10 @@ def tail_of(item: Item, rows: Rows) -> tuple[list[int], list[int]]:
 
 
 def _check_made(name: str, item: Item, made: Made) -> None:
-    have = tuple(made.cache.token_ids[0].tolist())
+    have = tuple(made.tokens.token_ids[0].tolist())
     if have != item.blocks.context or made.cache.batch != 1:
         raise InputError(
-            f"operator {name!r} gave a cache of {len(have)} slots, batch {made.cache.batch}, for "
+            f"operator {name!r} gave a cache of {len(have)} token slots, batch {made.cache.batch}, for "
             f"{item.blocks.n_context} tokens of prefix and chunks; deviation is compared slot by slot, so it needs one "
             "slot per token, in order."
         )

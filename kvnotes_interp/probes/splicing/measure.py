@@ -50,7 +50,7 @@ class Measure:
     competence: Competence
 
     def __call__(self, item: Item, question: Question) -> tuple[pd.DataFrame, dict[str, Any]]:
-        ready = operators.precompile(self.model, item.blocks)
+        ready = self.compiled(item)
         rivals = self._rivals(item, question)
         made = self.run(FULL, item, ready)
         full = self.look(item, made.cache)
@@ -62,7 +62,7 @@ class Measure:
             unmoved = arm if name == UNMOVED else unmoved
             rows = [*self.quality(item, arm, full, rivals), *self.cost(item, here)]
             tables.append(self.named(item, question, name, rows))
-        controls, noise = self.controls(item, made.cache, full, unmoved, ready)
+        controls, noise = self.controls(item, made.cache, full, unmoved, ready[""])
         tables.append(self.named(item, question, FULL, controls).assign(site=[row["site"] for row in controls]))
         tables += [self.named(item, question, name, rows) for name, rows in self.times(item, ready).items()]
         margin = _margin(full.logits, item.answer[0], rivals)
@@ -70,10 +70,15 @@ class Measure:
         table = pd.concat(tables, ignore_index=True)
         return table, self.line(item, question, full, margin=margin, least=least, noise=noise)
 
-    def run(self, name: str, item: Item, ready: Compiled) -> Made:
+    def compiled(self, item: Item) -> dict[str, Compiled]:
+        """What was compiled beforehand, by who compiled it: the plain model (""), or the Writer of a folder."""
+        chosen = {operator.adapter: operator for operator in self.arms.values() if operator.takes("compiled")}
+        return {adapter: operator.precompile(self.model, item.blocks) for adapter, operator in chosen.items()}
+
+    def run(self, name: str, item: Item, ready: dict[str, Compiled]) -> Made:
         """The operator's cache; chunks that were compiled beforehand are handed to those that can use them."""
-        options = {"compiled": ready, "seed": self.seed}
         operator = self.arms[name]
+        options = {"compiled": ready.get(operator.adapter), "seed": self.seed}
         return operator(self.model, item.blocks, **{k: v for k, v in options.items() if operator.takes(k)})
 
     def look(self, item: Item, cache: KVCache, *, answer: bool = True) -> Arm:
@@ -117,7 +122,7 @@ class Measure:
         }
         return [{"view": "cost", "readout": name, "value": float(value)} for name, value in found.items()]
 
-    def times(self, item: Item, ready: Compiled) -> dict[str, list[dict[str, Any]]]:
+    def times(self, item: Item, ready: dict[str, Compiled]) -> dict[str, list[dict[str, Any]]]:
         """Median seconds from the request to the first token, per operator, and full recompute's over them."""
         if not self.timing:
             return {}
@@ -213,7 +218,8 @@ class Measure:
             "size": item.blocks.n_context,
             "position": item.blocks.spans[first][0],
             "documents": len(item.blocks.chunks),
-            "operator": arm.partition("@")[0],
+            # Two settings of an operator are points of one curve; two trained Writers are two operators.
+            "operator": arm if operator.adapter else arm.partition("@")[0],
             "share": math.nan if share is None else float(share),
         }
         return pd.DataFrame([{**about, **row} for row in rows])

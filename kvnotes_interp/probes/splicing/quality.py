@@ -76,8 +76,9 @@ def splice_quality(
     Args:
         questions: with as many documents as the largest of `documents`, from `tasks.documents.load`.
         operators: names of `operators.OPERATORS`. A name that takes a share or a number of tokens is run with all of
-            `shares` or `seam_repair`, NAME@VALUE with that value alone. Full recompute, the bare join, and the join
-            with keys not moved are always run, and random tokens at every share that another operator has.
+            `shares` or `seam_repair`, NAME@VALUE with that value alone; a learned one is NAME@FOLDER. Full recompute,
+            the bare join, and the join with keys not moved are always run, and random tokens at every share that
+            another operator has.
         documents: numbers of documents; each question is cut down to its supporting ones and others, the larger number
             holding the smaller. Where it has too few it is set aside. None: all documents of each question.
         max_new_tokens: greedy tokens per answer.
@@ -106,6 +107,8 @@ def splice_quality(
         if value < least:
             raise InputError(f"{name}={value}: give at least {least}.")
     competence = Competence(min_gap, min_gap_noise)
+    writers = library.adapters(arms)
+    trained = {"adapters": writers} if writers else {}
     fitting, aside = cut_down(questions, documents, seed=seed)
     found, more = items_of(model, fitting, straddle=straddle) if fitting else ([], [])
     by_key = {question.key: question for question in fitting}
@@ -120,6 +123,7 @@ def splice_quality(
         "pairs_sha256": fingerprint(questions),
         "options": {
             "operators": list(arms),
+            **trained,
             "documents": None if documents is None else list(documents),
             "max_new_tokens": max_new_tokens,
             "timing": timing,
@@ -128,7 +132,7 @@ def splice_quality(
             **vars(competence),
         },
     }
-    _check_budget(model, found, memory_budget)
+    _check_budget(model, found, memory_budget, writers=len(set(writers.values())))
     measure = Measure(model, arms, max_new_tokens, timing, seed, competence)
     machine = {"device": str(model.device), "dtype": request["dtype"], "threads": torch.get_num_threads()}
     with Run.open(out, request=request, extra={"machine": machine}, resume=resume) as run:
@@ -209,15 +213,20 @@ def cut_down(
     return out, aside
 
 
-def _check_budget(model: Model, items: Sequence[Item], budget: int | None) -> None:
-    """Refuse a question whose caches do not fit: compiled, full recompute's, an operator's, and two in the making."""
+def _check_budget(model: Model, items: Sequence[Item], budget: int | None, *, writers: int = 0) -> None:
+    """Refuse a question whose caches do not fit.
+
+    Those are the compiled ones (by the model and by each of the `writers`), full recompute's, an operator's, and two in
+    the making.
+    """
     if not items:
         return
     longest = max(len(item.blocks) for item in items)
-    need = 5 * model.shape.kv_bytes(longest, bytes_per_number=model.dtype.itemsize)
+    caches = 5 + writers
+    need = caches * model.shape.kv_bytes(longest, bytes_per_number=model.dtype.itemsize)
     limit = default_budget(model.device) if budget is None else budget
     if need > limit:
         raise InputError(
-            f"the longest question has {longest} tokens, and five caches of it take {readable(need)}, more than the "
-            f"memory budget of {readable(limit)}. Take fewer documents, or a larger memory_budget."
+            f"the longest question has {longest} tokens, and {caches} caches of it take {readable(need)}, more than "
+            f"the memory budget of {readable(limit)}. Take fewer documents, or a larger memory_budget."
         )
