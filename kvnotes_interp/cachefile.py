@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,28 +27,51 @@ def write(cache: KVCache, path: Path) -> Path:
     for index in range(cache.n_layers):
         tensors[f"keys.{index}"] = cache.keys[index]
         tensors[f"values.{index}"] = cache.values[index]
-        if (inv_freq := cache.rope.layers[index].inv_freq) is not None:
-            tensors[f"inv_freq.{index}"] = inv_freq
         if cache.bias is not None and (bias := cache.bias[index]) is not None:
             tensors[f"bias.{index}"] = bias
-    about = {
-        "format": FORMAT,
-        "n_layers": cache.n_layers,
-        "interleaved": [layer.interleaved for layer in cache.rope.layers],
-        "model_id": cache.model_id,
-        "end": cache.end,
-    }
-    # Each tensor owns its memory: safetensors refuses shared storage, and slices of one cache share theirs.
-    own = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
-    with replacing(path) as temporary:
-        save_file(own, temporary, metadata={"kvnotes": json.dumps(about)})
-    return path
+    return save(path, FORMAT, tensors, cache.rope, model_id=cache.model_id, end=cache.end)
 
 
 def read(path: Path, *, device: torch.device | str = "cpu") -> KVCache:
     """Read what `write` wrote. Raises InputError for anything else."""
     from kvnotes_interp.cache import KVCache
 
+    about, tensors, rope = load(path, FORMAT, device=device)
+    indices = range(len(rope.layers))
+    bias = tuple(tensors.get(f"bias.{i}") for i in indices)
+    return KVCache(
+        keys=tuple(tensors[f"keys.{i}"] for i in indices),
+        values=tuple(tensors[f"values.{i}"] for i in indices),
+        token_ids=tensors["token_ids"],
+        positions=tensors["positions"].cpu(),
+        rope=rope,
+        model_id=about["model_id"],
+        bias=bias if any(b is not None for b in bias) else None,
+        end=about["end"],
+    )
+
+
+def save(path: Path, kind: str, tensors: dict[str, Tensor], rope: RopeGeometry, *, model_id: str, end: int) -> Path:
+    """Write the tensors of a cache of format `kind` and what goes with them, atomically; returns the path."""
+    freqs = {f"inv_freq.{i}": f for i, layer in enumerate(rope.layers) if (f := layer.inv_freq) is not None}
+    about = {
+        "format": kind,
+        "n_layers": len(rope.layers),
+        "interleaved": [layer.interleaved for layer in rope.layers],
+        "model_id": model_id,
+        "end": end,
+    }
+    # Each tensor owns its memory: safetensors refuses shared storage, and slices of one cache share theirs.
+    own = {name: t.detach().cpu().clone(memory_format=torch.contiguous_format) for name, t in (tensors | freqs).items()}
+    with replacing(path) as temporary:
+        save_file(own, temporary, metadata={"kvnotes": json.dumps(about)})
+    return path
+
+
+def load(
+    path: Path, kind: str, *, device: torch.device | str
+) -> tuple[dict[str, Any], dict[str, Tensor], RopeGeometry]:
+    """(what was said of it, its tensors, the rotary geometry) of a cache file. Raises InputError for another format."""
     if not path.is_file():
         raise InputError(f"no cache file at {path}.")
     try:
@@ -57,21 +80,10 @@ def read(path: Path, *, device: torch.device | str = "cpu") -> KVCache:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise InputError(f"{path} is not a safetensors file: {error}") from error
-    if about.get("format") != FORMAT:
-        raise InputError(f"{path} holds no KV cache of format {FORMAT!r} (found {about.get('format')!r}).")
-    indices = range(about["n_layers"])
-    freqs = [tensors.get(f"inv_freq.{i}") for i in indices]
-    bias = tuple(tensors.get(f"bias.{i}") for i in indices)
+    if about.get("format") != kind:
+        raise InputError(f"{path} holds no KV cache of format {kind!r} (found {about.get('format')!r}).")
+    freqs = [tensors.get(f"inv_freq.{i}") for i in range(about["n_layers"])]
     layers = tuple(
         LayerRope(None if f is None else f.cpu(), turned) for f, turned in zip(freqs, about["interleaved"], strict=True)
     )
-    return KVCache(
-        keys=tuple(tensors[f"keys.{i}"] for i in indices),
-        values=tuple(tensors[f"values.{i}"] for i in indices),
-        token_ids=tensors["token_ids"],
-        positions=tensors["positions"].cpu(),
-        rope=RopeGeometry(layers),
-        model_id=about["model_id"],
-        bias=bias if any(b is not None for b in bias) else None,
-        end=about["end"],
-    )
+    return about, tensors, RopeGeometry(layers)

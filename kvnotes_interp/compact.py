@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Int
@@ -199,6 +200,21 @@ class CompactCache:
         """
         dense = [torch.arange(p.shape[1]).expand_as(p) for p in self.positions]
         return replace(self.placed(dense), end=max(self.slots))
+
+    # --- carry -----------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> Path:
+        """Write one safetensors file (atomically); returns its path."""
+        from kvnotes_interp.compactfile import write
+
+        return write(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: torch.device | str = "cpu") -> CompactCache:
+        """Read a file written by `save`. Raises InputError for a file that is not one, a `KVCache`'s included."""
+        from kvnotes_interp.compactfile import read
+
+        return read(Path(path), device=device)
 
 
 Cache = KVCache | CompactCache
