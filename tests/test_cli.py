@@ -26,6 +26,7 @@ HEAVY = ("torch", "transformers", "pandas", "plotly", "sklearn", "pyarrow", "num
 COMMANDS = (
     *("patch", "suffix", "linear", "ablate", "deviate", "splice", "edit"),
     *("run", "check", "calibrate", "models", "tasks", "show"),
+    *("compile", "train"),
 )
 
 ONLY_HERE = {

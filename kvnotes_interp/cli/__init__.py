@@ -1,19 +1,20 @@
 """`kvprobe`: the same calls as in Python, from a terminal. Options have the same names as Python's keyword arguments.
 
 Exit codes: 0 fine, 1 a control failed, 2 wrong use. Heavy imports stay inside functions so that --help is quick.
-One file per kind of command: `probes.py` (one small function per probe), `library.py` (models, tasks, runs).
+One file per kind of command: `probes.py` (one small function per probe), `library.py` (models, tasks, runs),
+`compile.py` (documents to caches), `training.py` (training a Writer).
 """
 
 from __future__ import annotations
 
 import sys
 
-from kvnotes_interp.cli import library, probes
+from kvnotes_interp.cli import compile, library, probes, training
 from kvnotes_interp.cli.app import app
 from kvnotes_interp.cli.printing import say
 from kvnotes_interp.errors import KVNotesError
 
-__all__ = ["app", "library", "main", "probes"]
+__all__ = ["app", "compile", "library", "main", "probes", "training"]
 
 
 def main() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +12,9 @@ from kvnotes_interp.cli import options as opt
 from kvnotes_interp.cli.app import app
 from kvnotes_interp.cli.printing import emit, print_json, print_table, say, stoppable
 from kvnotes_interp.cli.probes import check_run
+
+if TYPE_CHECKING:
+    from kvnotes_interp.tasks.documents import Question
 
 
 @app.command()
@@ -123,21 +127,27 @@ def models(as_json: opt.AsJson = False) -> None:
 
 @app.command()
 def tasks(
-    name: Annotated[str | None, typer.Argument(help="A family: shows an example pair of it.")] = None,
+    name: Annotated[str | None, typer.Argument(help="A family or document task: shows an example.")] = None,
     seed: opt.Seed = 0,
     as_json: opt.AsJson = False,
 ) -> None:
-    """List task families, or show one pair of a family."""
+    """List task families and document tasks, or show an example of one."""
     from kvnotes_interp import tasks as library
+    from kvnotes_interp.tasks import documents as questions
 
     if name is None:
-        infos = library.families()
+        listed = {key: {"kind": f.kind, "about": f.about, "source": f.source} for key, f in library.families().items()}
+        listed |= {key: {"kind": "question", "about": questions.about(key)} for key in questions.names()}
         if as_json:
-            print_json({key: {"kind": f.kind, "about": f.about, "source": f.source} for key, f in infos.items()})
+            print_json(listed)
         else:
-            print_table(("family", "kind", "about"), [(key, f.kind, f.about) for key, f in infos.items()])
+            print_table(("task", "kind", "about"), [(key, one["kind"], one["about"]) for key, one in listed.items()])
         return
-    pair, info = library.load(name, n=1, seed=seed)[0], library.info(name)
+    pair = library.load_items(name, n=1, seed=seed)[0]
+    if isinstance(pair, questions.Question):
+        _show_question(pair, as_json)
+        return
+    info = library.info(name)
     about = {
         "family": pair.family,
         "kind": pair.kind,
@@ -166,6 +176,33 @@ def tasks(
     print_table(("", "an example"), rows)
 
 
+def _show_question(question: Question, as_json: bool) -> None:
+    """One question: what was drawn, the prompt and its answer."""
+    from kvnotes_interp.tasks import documents as questions
+
+    about = {
+        "task": question.family,
+        "kind": "question",
+        "about": questions.about(question.family),
+        "options": questions.options(question.family),
+    }
+    drawn = {"content": question.content, "details": dict(question.details), "gold": list(question.gold)}
+    if as_json:
+        texts = {"prefix": question.prefix, "documents": question.documents, "suffix": question.suffix}
+        answers = {"answer": question.answer, "distractors": question.distractors}
+        print_json({**about, **texts, **answers, **drawn})
+        return
+    from rich.markup import escape
+
+    rows = [
+        *((key, escape(str(value))) for key, value in {**about, **drawn}.items()),
+        ("prompt", escape(question.text)),
+        ("answer", escape(repr(question.answer))),
+        ("distractors", escape(", ".join(map(repr, question.distractors)))),
+    ]
+    print_table(("", "an example"), rows)
+
+
 @app.command()
 def show(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder written by --out.")],
@@ -178,6 +215,12 @@ def show(
     """Show the table of a finished run, and write its figures again."""
     from kvnotes_interp.results import Result
 
+    about = folder / "manifest.json"
+    if about.is_file() and json.loads(about.read_text(encoding="utf-8")).get("probe") == "train":
+        from kvnotes_interp.training import Trained
+
+        emit(Trained.load(folder), as_json)
+        return
     result = Result.load(folder)
     emit(result.summary(), as_json)
     if figures is not None:

@@ -72,7 +72,7 @@ def extend(
     positions = _positions(ids, cache.end, positions)
     if cache.model_id != model.model_id:
         raise InputError(f"this cache was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
-    hidden, keys, values = _run(model, cache, ids, positions, attention.Plan())
+    hidden, keys, values = run(model, cache, ids, positions, attention.Plan())
     return cast(C, cache.appended(keys, values, ids, positions)), hidden
 
 
@@ -88,10 +88,13 @@ def _positions(ids: Tensor, end: int, positions: Sequence[int] | Tensor | None) 
     return positions
 
 
-def _run(
+def run(
     model: Model, cache: Cache, ids: Tensor, positions: Tensor, plan: attention.Plan
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """(hidden states, keys, values) of the new tokens, with whatever of the cache needs this package's attention."""
+    """(hidden states, keys, values) of tokens run behind a cache, with whatever of it needs this package's attention.
+
+    Gradients flow where they are enabled; `extend` is what most callers want.
+    """
     fork = compat.new_cache(cache.keys, cache.values)
     plan = replace(plan, bias=cache.bias)
     if isinstance(cache, CompactCache):
@@ -185,7 +188,7 @@ def attention_by_layer(
     ids = as_ids(model, tail)
     new = ids.shape[1]
     recorder = attention.Recorder(tuple(range(-rows, 0)))
-    _run(model, cache, ids, torch.arange(cache.end, cache.end + new), attention.Plan(recorder=recorder))
+    run(model, cache, ids, torch.arange(cache.end, cache.end + new), attention.Plan(recorder=recorder))
     return tuple(recorder.patterns[layer][0].float().cpu() for layer in range(cache.n_layers))
 
 

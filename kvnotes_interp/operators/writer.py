@@ -128,13 +128,14 @@ class Writer:
                 ]
             )
             compat.forward(network, None, fork, torch.arange(wrapped.shape[1]), embeddings=wrapped)
-        keys, values = compat.read_cache(fork)
+        # Split, not sliced: in backward every slice would make a tensor of the whole batch.
+        keys, values = ([t.split(1) for t in part] for part in compat.read_cache(fork))
         out = []
         for row, chunk in enumerate(chunks):
             n = before + len(chunk) + behind
             held = ids.new_full((1, n), -1)
             held[0, before : n - behind] = ids[row, : len(chunk)]
-            mine = [tuple(t[row : row + 1, :, :n] for t in part) for part in (keys, values)]
+            mine = [tuple(t[row][:, :, :n] for t in part) for part in (keys, values)]
             out.append(KVCache(mine[0], mine[1], held, torch.arange(n), model.rope, model.model_id))
         return tuple(out)
 

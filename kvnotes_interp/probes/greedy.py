@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvnotes_interp import engine
-from kvnotes_interp.cache import KVCache
+from kvnotes_interp.compact import Cache
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
 
-def greedy_answer(model: Model, cache: KVCache, first: int, *, stops: Sequence[str], max_new_tokens: int) -> str:
+def greedy_answer(model: Model, cache: Cache, first: int, *, stops: Sequence[str], max_new_tokens: int) -> str:
     """The text from the token `first` on, up to the first of `stops`, the model's own end, or `max_new_tokens`.
 
     `cache` holds the whole prompt, and `first` is what its last logits put first.

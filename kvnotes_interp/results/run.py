@@ -230,9 +230,9 @@ def _is_temporary(name: str) -> bool:
 
 def _remove_temporary(path: Path) -> None:
     """Remove what a killed run was writing; the lock says that nobody is writing now."""
-    for leftover in path.rglob(".*.tmp"):
+    for leftover in list(path.rglob(".*.tmp")):
         if _is_temporary(leftover.name):
-            leftover.unlink(missing_ok=True)
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
 
 
 def _locked(path: Path) -> IO[str] | None:

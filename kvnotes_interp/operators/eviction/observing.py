@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvnotes_interp import attention
 from kvnotes_interp.compact import Cache
-from kvnotes_interp.engine.forward import TokenIds, _run, as_ids
+from kvnotes_interp.engine.forward import TokenIds, as_ids, run
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.operators.eviction.compacted import own_tokens, slots_of
 
@@ -58,7 +58,7 @@ def watch_behind(model: Model, cache: Cache, token_ids: TokenIds, each: Each) ->
         part = ids[:, start : start + block]
         plan = _plan(part.shape[1], lambda layer, rows: each(layer, start, rows[..., : slots[layer]]))  # noqa: B023
         positions = torch.arange(grown.end, grown.end + part.shape[1])
-        _, keys, values = _run(model, grown, part, positions, plan)
+        _, keys, values = run(model, grown, part, positions, plan)
         grown = grown.appended(keys, values, part, positions)
     return total * cache.n_layers
 
@@ -77,7 +77,7 @@ def watch_again(model: Model, cache: Cache, last: int, each: Each, *, method: st
     for start in range(n - last, n, block):
         stop = min(start + block, n)
         plan = _plan(stop - start, lambda layer, rows: each(layer, start, rows))  # noqa: B023
-        _run(model, cache[:start], ids[:, start:stop], cache.positions[start:stop], plan)
+        run(model, cache[:start], ids[:, start:stop], cache.positions[start:stop], plan)
     return last * cache.n_layers
 
 

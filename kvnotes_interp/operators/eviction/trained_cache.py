@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from kvnotes_interp import attention, compat, engine
 from kvnotes_interp.compact import SYNTHETIC, Cache, CompactCache
-from kvnotes_interp.engine.forward import TokenIds, _run, as_ids
+from kvnotes_interp.engine.forward import TokenIds, as_ids, run
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.operators.eviction.compacted import (
     Budget,
@@ -134,7 +134,7 @@ def _train(model: Model, student: _Slots, turns: Sequence[tuple[Tensor, Tensor]]
     for ids, goal in turns:
         cache = student.cache()
         positions = torch.arange(cache.end, cache.end + ids.shape[1])
-        hidden, _, _ = _run(model, cache, ids, positions, attention.Plan())
+        hidden, _, _ = run(model, cache, ids, positions, attention.Plan())
         with torch.no_grad():
             want = compat.unembed(model.hf, goal).log_softmax(-1)
         got = compat.unembed(model.hf, hidden).log_softmax(-1)

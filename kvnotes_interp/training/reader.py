@@ -1,0 +1,100 @@
+"""The Reader: the frozen model on many caches at once, in one differentiable pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from kvnotes_interp import attention, compat
+from kvnotes_interp.compact import Cache, CompactCache
+from kvnotes_interp.errors import InputError
+
+if TYPE_CHECKING:
+    from kvnotes_interp.model import Model
+
+
+def answer_logits(
+    model: Model, caches: Sequence[Cache], tails: Sequence[Sequence[int]], *, rows: Sequence[int]
+) -> list[Float[Tensor, "row token"]]:
+    """Logits of the last `rows[i]` tokens of `tails[i]`, run on `caches[i]`, for every i, in at least float32.
+
+    Caches (batch 1) are padded in front, tails behind, both out of sight; every tail goes on from its own cache's
+    `end`. The values are those of `engine.extend` on each cache alone, but gradients flow into the caches. Key biases
+    and layers of different lengths go through `attention.Plan`; else the model's own attention runs.
+
+    Raises InputError for caches of other models or batches, and for numbers that do not match.
+    """
+    _check(model, caches, tails, rows)
+    if any(isinstance(cache, CompactCache) for cache in caches) and _has_windows(model):
+        # A window counts the positions of a compact cache, which differ from row to row: one pass for each.
+        return [_alone(model, *one) for one in zip(caches, tails, rows, strict=True)]
+    width = max(key.shape[2] for cache in caches for key in cache.keys)
+    longest = max(map(len, tails))
+    layers = range(len(caches[0].keys))
+    keys = [torch.cat([_front(c.keys[layer], width) for c in caches]) for layer in layers]
+    values = [torch.cat([_front(c.values[layer], width) for c in caches]) for layer in layers]
+    slots = [[key.shape[2] for key in cache.keys] for cache in caches]
+    # Where the layers of a cache differ in length no single mask tells padding apart: the bias does.
+    ragged = any(len(set(one)) > 1 for one in slots)
+    biased = ragged or any(cache.bias is not None for cache in caches)
+    bias = tuple(torch.cat([_bias(c, layer, width) for c in caches]) for layer in layers) if biased else None
+    mask = None
+    if any(n < width for one in slots for n in one):
+        first = torch.tensor([width - max(one) for one in slots], device=model.device)
+        mask = torch.arange(width + longest, device=model.device) >= first[:, None]
+    ids = torch.tensor([[*tail, *[0] * (longest - len(tail))] for tail in tails], device=model.device)
+    positions = torch.tensor([cache.end for cache in caches])[:, None] + torch.arange(longest)
+    fork = compat.new_cache(keys, values)
+    with attention.using(model.hf, attention.Plan(bias=bias)) if bias is not None else nullcontext():
+        hidden = compat.forward(model.hf, ids, fork, positions, mask=mask)
+    row = [i for i, n in enumerate(rows) for _ in range(n)]
+    column = [at for tail, n in zip(tails, rows, strict=True) for at in range(len(tail) - n, len(tail))]
+    return list(_unembed(model, hidden[row, column]).split(list(rows)))
+
+
+def _unembed(model: Model, hidden: Float[Tensor, "row d_model"]) -> Float[Tensor, "row token"]:
+    with torch.autocast(model.device.type, enabled=False):  # logits are never taken in 16 bits
+        return compat.unembed(model.hf, hidden)
+
+
+def _has_windows(model: Model) -> bool:
+    return getattr(compat.text_config(model.hf), "sliding_window", None) is not None
+
+
+def _alone(model: Model, cache: Cache, tail: Sequence[int], rows: int) -> Float[Tensor, "row token"]:
+    positions = torch.arange(cache.end, cache.end + len(tail))
+    compact = attention.KeyPositions(cache.positions, positions) if isinstance(cache, CompactCache) else None
+    fork, ids = compat.new_cache(cache.keys, cache.values), torch.tensor([[*tail]], device=model.device)
+    with attention.using(model.hf, attention.Plan(bias=cache.bias, compact=compact)):
+        hidden = compat.forward(model.hf, ids, fork, positions)
+    return _unembed(model, hidden[0, -rows:])
+
+
+def _check(model: Model, caches: Sequence[Cache], tails: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+    if not caches or not len(caches) == len(tails) == len(rows):
+        raise InputError(
+            f"{len(caches)} caches, {len(tails)} tails and {len(rows)} numbers of rows: give one of each per example."
+        )
+    for index, (cache, tail, n) in enumerate(zip(caches, tails, rows, strict=True)):
+        if cache.batch != 1 or cache.model_id != model.model_id:
+            raise InputError(
+                f"cache {index} is {cache!r} of {cache.model_id!r}; a cache of batch 1 of {model.model_id!r} is needed."
+            )
+        if not 1 <= n <= len(tail):
+            raise InputError(f"rows[{index}] is {n}, but its tail has {len(tail)} tokens; ask for 1 to all of them.")
+
+
+def _front(tensor: Tensor, width: int, value: float = 0.0) -> Tensor:
+    """`[1 kv_head slot d_head]` padded in front to `width` slots."""
+    return nn.functional.pad(tensor, (0, 0, width - tensor.shape[2], 0), value=value)
+
+
+def _bias(cache: Cache, layer: int, width: int) -> Float[Tensor, "1 kv_head slot"]:
+    own = None if cache.bias is None else cache.bias[layer]
+    own = cache.keys[layer].new_zeros(cache.keys[layer].shape[:3]) if own is None else own
+    return _front(own[..., None], width, float("-inf"))[..., 0]
