@@ -54,10 +54,13 @@ class EncodedPair:
         answer_old_id, answer_new_id: the first token of each answer as it follows the prompt; they differ.
         tokens_old, tokens_new: decoded tokens, for display.
         regions: "before" (all before the field), "field", "context", "rule", "filler", "delimiter", "decision"
-            or "template". Delimiters of the decision and template regions keep those regions.
+            or "template". Delimiters of the decision and template regions, and of other documents than the field's,
+            keep those regions.
         delimiter: whether the token, stripped, is empty or all punctuation and symbols.
         anchors: name of the token's place in the family's template, unique inside the prompt: the anchor of the
             piece and the offset counted from the piece's end, e.g. "place:-1".
+        documents: number of the document that the token belongs to, -1 for none; empty counts as all -1.
+        tail: how many tokens at the end are run anew on every cache; a cache holds the others.
     """
 
     pair: Pair
@@ -71,6 +74,8 @@ class EncodedPair:
     regions: tuple[str, ...]
     delimiter: tuple[bool, ...]
     anchors: tuple[str, ...]
+    documents: tuple[int, ...] = ()
+    tail: int = 1
 
     @property
     def length(self) -> int:
@@ -79,8 +84,8 @@ class EncodedPair:
 
     @property
     def downstream(self) -> tuple[int, int]:
-        """Token span `[start, stop)` after the field and before the decision position."""
-        return (self.field[1], self.length - 1)
+        """Token span `[start, stop)` after the field and before the tail."""
+        return (self.field[1], self.length - self.tail)
 
 
 def encode(tokenizer: Any, pair: Pair) -> EncodedPair:
@@ -114,8 +119,9 @@ def _encode(tokenizer: Any, pair: Pair, names: dict[int, str]) -> EncodedPair:
             "token. Use answers whose first tokens differ.",
         )
     flags = tuple(is_delimiter(token) for token in old.tokens)
+    documents = tuple(piece.document if piece else -1 for piece in old.owners)
     regions = tuple(
-        _token_region(piece, flag, place, start, stop)
+        _token_region(piece, flag and documents[place] == documents[start], place, start, stop)
         for place, (piece, flag) in enumerate(zip(old.owners, flags, strict=True))
     )
     return EncodedPair(
@@ -130,6 +136,7 @@ def _encode(tokenizer: Any, pair: Pair, names: dict[int, str]) -> EncodedPair:
         regions=regions,
         delimiter=flags,
         anchors=_token_anchors(old.owners),
+        documents=documents,
     )
 
 

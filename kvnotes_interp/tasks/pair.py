@@ -8,7 +8,7 @@ of a family, so that positions can be compared between prompts that hold differe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["derived", "verbatim", "control"]
@@ -28,11 +28,13 @@ class Piece:
         text: the text itself, spaces and newlines included.
         region: what the stretch does in the prompt; "template" is text added by a chat template.
         anchor: name of the stretch, unique inside a prompt and the same in all instances of the family.
+        document: number of the document that the stretch belongs to; -1 for text outside of documents.
     """
 
     text: str
     region: Region
     anchor: str
+    document: int = field(default=-1, repr=False)  # a run's fingerprint of its pairs is made of their texts
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,13 @@ from kvnotes_interp.tasks.documents import Question, biography, needle
 from tests.tiny_tokenizer import train
 
 NAMES = documents.names()
+CONTENTS = {"gated": 64}  # of the family gate; the others have more than 200
 
 
 def test_the_tasks_and_their_options() -> None:
-    assert NAMES == ("biography", "needle")
+    made = "aggregation biography biography_cut choices gated multikey needle tracking"
+    assert " ".join(NAMES) == made
+    assert all(documents.about(name).endswith(".") for name in NAMES)
     assert documents.options("biography") == {"documents": 5, "facts": 4}
     assert documents.options("needle") == {"length": 200, "depth": None, "documents": 1, "others": 0}
 
@@ -29,9 +32,9 @@ def test_seed_prefix_and_keys(name: str) -> None:
     assert documents.load(name, n=40, seed=3) == whole[:40]
     assert documents.load(name, n=40, seed=4) != whole[:40]
     assert len({q.key for q in whole}) == 200
-    assert all(re.fullmatch(r"[a-z]+\.[0-9a-f]{12}", q.key) for q in whole)
+    assert all(re.fullmatch(rf"{name}\.[0-9a-f]{{12}}", q.key) for q in whole)
     assert [q.split for q in whole[:4]] == ["train", "test", "train", "test"]
-    assert len({q.content for q in whole}) == 200, "no content comes twice before the others"
+    assert len({q.content for q in whole}) == CONTENTS.get(name, 200), "no content comes twice before the others"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -120,8 +123,8 @@ def test_the_needle_stands_once_at_its_depth(depth: float | None, documents_: in
 
 
 def test_pieces_and_joint_text_have_the_same_tokens() -> None:
-    drawn = [*documents.load("biography", n=10), *documents.load("needle", n=10, documents=3)]
-    tokenizer = train([q.text + q.answer for q in drawn], vocab=700)
+    drawn = [q for name in NAMES for q in documents.load(name, n=10, documents=3)]
+    tokenizer = train([q.text + q.answer for q in drawn], vocab=900)
     for q in drawn:
         parts = [i for piece in (*q.pieces, q.answer) for i in tokenizer(piece)["input_ids"]]
         assert parts == tokenizer(q.text + q.answer)["input_ids"]

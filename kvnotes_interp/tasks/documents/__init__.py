@@ -4,6 +4,10 @@
     questions = documents.load("biography", n=64, seed=0, documents=5, split="test")
     questions[0].text + questions[0].answer
 
+One fact is looked up in `biography`, `needle`, `multikey` (among needles of the same form) and `choices` (the answer is
+a letter); `gated` asks for a conclusion, `tracking` follows a chain of sentences, `aggregation` counts over all of the
+text.
+
 A task is one module with a function of the task's name that gives `Question`s; add it to `_MODULES`. Nothing here
 imports torch or transformers.
 """
@@ -18,9 +22,19 @@ from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.tasks.documents.question import Question
 from kvnotes_interp.tasks.pair import Split
 
-__all__ = ["Question", "load", "names", "names_from_files", "options"]
+__all__ = ["Question", "about", "load", "names", "names_from_files", "options"]
 
-_MODULES = {"biography": "biography", "needle": "needle"}  # task -> module of this package that makes it
+# task -> module of this package that makes it
+_MODULES = {
+    "aggregation": "aggregation",
+    "biography": "biography",
+    "biography_cut": "biography_cut",
+    "choices": "choices",
+    "gated": "gated",
+    "multikey": "multikey",
+    "needle": "needle",
+    "tracking": "tracking",
+}
 _FROM_FILES = {"hotpotqa": "hotpotqa", "musique": "musique"}  # the same, for tasks that read a published file
 
 
@@ -55,6 +69,12 @@ def load(name: str, *, n: int = 64, seed: int = 0, split: Split | None = None, *
                 f"{', '.join(known)} (besides n, seed and split)."
             )
     return _maker(name)(n=n, seed=seed, split=split, **options)
+
+
+def about(name: str) -> str:
+    """What a task is, in one sentence: the first one of its module."""
+    module = inspect.getmodule(_maker(name))
+    return " ".join((inspect.getdoc(module) or "").partition("\n\n")[0].split())
 
 
 def options(name: str) -> dict[str, Any]:

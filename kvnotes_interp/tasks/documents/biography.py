@@ -94,7 +94,7 @@ def biography(
     whole_number("facts", facts, least=1, most=len(FACTS))
 
     def make(rng: Random, part: Split, number: int) -> Question:
-        order = _order(part, seed)
+        order = order_of_people(part, seed)
         asked = order[number % len(order)]
         written = write(rng, draw_people(rng, part, documents, asked=asked), facts)
         gold = next(i for i, one in enumerate(written) if one.name == asked)
@@ -173,6 +173,6 @@ def write(rng: Random, names: list[str], facts: int) -> list[Biography]:
 
 
 @lru_cache(maxsize=16)
-def _order(split: Split, seed: int) -> tuple[str, ...]:
+def order_of_people(split: Split, seed: int) -> tuple[str, ...]:
     """People in the order in which they are asked about."""
     return tuple(Random(f"biography|{seed}|{split}|order").sample(people(split), len(people(split))))

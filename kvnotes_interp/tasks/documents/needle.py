@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
@@ -67,14 +68,10 @@ def needle(
     whole_number("documents", documents, least=1)
     if depth is not None and not 0 <= depth <= 1:
         raise InputError(f"depth is {depth!r}; it must be between 0 (first sentence) and 1 (last), or None.")
-    if length < 8 * (1 + others) or length < 12 * documents:
-        raise InputError(
-            f"length is {length} words: too short for {1 + others} needles of 8 words and {documents} documents of at "
-            "least 12 words. Give a greater length, or fewer others or documents."
-        )
+    check_room(length, documents, f"{1 + others} needles of 8 words", words=8 * (1 + others))
 
     def make(rng: Random, part: Split, number: int) -> Question:
-        order = _order(part, seed)
+        order = order_of_pairs(part, seed)
         at = rng.random() if depth is None else float(depth)
         needles = [order[number % len(order)], *draw_needles(rng, part, others, apart=order[number % len(order)])]
         places = [at, *(rng.random() for _ in range(others))]
@@ -135,27 +132,47 @@ def draw_needles(
 def haystack(
     rng: Random, needles: list[tuple[str, str]], depths: list[float], *, length: int, documents: int = 1
 ) -> tuple[tuple[str, ...], list[int]]:
-    """The documents, and for each needle the document that it stands in.
+    """The documents, and for each needle the document that it stands in; see `scattered`."""
+    return scattered(rng, [NEEDLE.format(*one) for one in needles], depths, length=length, documents=documents)
 
-    A needle of depth d stands after the share d of the filler sentences; equal depths keep their order.
+
+def check_room(length: int, documents: int, stated: str, *, words: int) -> None:
+    """Refuses a `length` that cannot hold the sentences `stated` (of `words` words) or give every document a sentence.
+
+    Raises:
+        InputError: it is too short.
+    """
+    if length < words or length < 12 * documents:
+        raise InputError(
+            f"length is {length} words: too short for {stated} and {documents} documents of at least 12 words. Give a "
+            "greater length, or fewer of them."
+        )
+
+
+def scattered(
+    rng: Random, stated: Sequence[str], depths: Sequence[float], *, length: int, documents: int = 1
+) -> tuple[tuple[str, ...], list[int]]:
+    """Sentences among filler: the documents, and for each of `stated` the document that it stands in.
+
+    A sentence of depth d stands after the share d of the filler sentences; equal depths keep their order.
     """
     sentences: list[str] = []
-    words = 8 * len(needles)
+    words = sum(len(one.split()) for one in stated)
     while words < length:
         sentences.append(filler(rng))
         words += len(sentences[-1].split())
-    order = sorted(range(len(needles)), key=lambda i: depths[i])
+    order = sorted(range(len(stated)), key=lambda i: depths[i])
     slots = {i: round(depths[i] * len(sentences)) for i in order}
     text: list[tuple[str, int | None]] = []
     for place in range(len(sentences) + 1):
-        text += [(NEEDLE.format(*needles[i]), i) for i in order if slots[i] == place]
+        text += [(stated[i], i) for i in order if slots[i] == place]
         if place < len(sentences):
             text.append((sentences[place], None))
     cuts = [round(i * len(text) / documents) for i in range(documents + 1)]
     chunks = [text[a:b] for a, b in pairwise(cuts)]
     where = {i: number for number, chunk in enumerate(chunks) for _, i in chunk if i is not None}
     texts = tuple(" ".join(sentence for sentence, _ in chunk) + "\n" for chunk in chunks)
-    return texts, [where[i] for i in range(len(needles))]
+    return texts, [where[i] for i in range(len(stated))]
 
 
 def filler(rng: Random) -> str:
@@ -165,5 +182,6 @@ def filler(rng: Random) -> str:
 
 
 @lru_cache(maxsize=16)
-def _order(split: Split, seed: int) -> tuple[tuple[str, str], ...]:
+def order_of_pairs(split: Split, seed: int) -> tuple[tuple[str, str], ...]:
+    """Pairs of place and code word in the order in which they are asked about."""
     return tuple(Random(f"needle|{seed}|{split}|order").sample(pairs(split), len(pairs(split))))

@@ -7,12 +7,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from random import Random
+from typing import Protocol, TypeVar
 
 from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.tasks.pair import Split
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 Detail = str | int | float
+
+
+class Keyed(Protocol):
+    """Anything with a unique key."""
+
+    @property
+    def key(self) -> str: ...
+
+
+Drawn = TypeVar("Drawn", bound=Keyed)
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,9 @@ def make_key(family: str, *texts: str) -> str:
 
 
 def draw(
-    family: str, make: Callable[[Random, Split, int], Question], *, n: int, seed: int, split: Split | None
-) -> list[Question]:
-    """`n` distinct questions from `make(rng, split, number)`, train and test in turn if `split` is None.
+    family: str, make: Callable[[Random, Split, int], Drawn], *, n: int, seed: int, split: Split | None
+) -> list[Drawn]:
+    """`n` distinct questions (or pairs) from `make(rng, split, number)`, train and test in turn if `split` is None.
 
     Question `number` of a split has its own random stream, so a smaller `n` gives a prefix of a larger one.
 
@@ -105,7 +116,7 @@ def draw(
     if split not in (None, *SPLITS):
         raise InputError(f'split is "{split}"; it must be "train", "test" or None.{nearest(str(split), SPLITS)}')
 
-    def stream(part: Split) -> Iterator[Question]:
+    def stream(part: Split) -> Iterator[Drawn]:
         for number in range(8 * n + 64):
             yield make(Random(f"{family}|{seed}|{part}|{number}"), part, number)
 
