@@ -4,18 +4,21 @@ A recipe is one small file here that defines
 
     TASK      the task family it is drawn for unless told otherwise
     RUN       its run folder under runs/, with {task} in it
-    COMMAND   the command that makes that run, with {task} and {run} in it
+    COMMAND   the command that makes that run, with {task} and {run} in it ({runs} is the folder of all runs)
     draw      Result -> plotly Figure
+
+A recipe over several runs also defines PARTS, name -> what stands for {part} in COMMAND (with {runs} in it, the folder
+of all runs). Each part is a run folder of its own inside RUN, and `draw` takes name -> Result.
 """
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvnotes_interp.errors import InputError, nearest
 
@@ -36,15 +39,29 @@ class Recipe:
     task: str
     run: str
     command: str
-    draw: Callable[[Result], Figure]
+    draw: Callable[[Any], Figure]
+    parts: Mapping[str, str] = field(default_factory=dict)
 
     def folder(self, runs: Path, task: str | None = None) -> Path:
-        """The run folder that this figure is drawn from."""
+        """The run folder that this figure is drawn from, or the folder of its parts."""
         return runs / self.run.format(task=task or self.task)
 
     def how(self, runs: Path, task: str | None = None) -> str:
-        """The command that makes that folder."""
-        return self.command.format(task=task or self.task, run=self.folder(runs, task))
+        """The command that makes that folder; one a line for each part."""
+        task, folder = task or self.task, self.folder(runs, task)
+        if not self.parts:
+            return self.command.format(task=task, run=folder, runs=runs)
+        return "\n".join(
+            self.command.format(task=task, run=folder / name, runs=runs, part=part.format(runs=runs))
+            for name, part in self.parts.items()
+        )
+
+    def results(self, runs: Path, task: str | None = None) -> Result | dict[str, Result]:
+        """What `draw` takes. Raises InputError when a folder is missing or unfinished."""
+        from kvnotes_interp.results import Result
+
+        folder = self.folder(runs, task)
+        return {name: Result.load(folder / name) for name in self.parts} if self.parts else Result.load(folder)
 
 
 def recipes() -> dict[str, Recipe]:
@@ -54,7 +71,8 @@ def recipes() -> dict[str, Recipe]:
         if not module.name.startswith("_"):
             found = importlib.import_module(f"{__name__}.{module.name}")
             about = (found.__doc__ or "").strip().partition("\n")[0]
-            out[module.name] = Recipe(module.name, about, found.TASK, found.RUN, found.COMMAND, found.draw)
+            parts = getattr(found, "PARTS", {})
+            out[module.name] = Recipe(module.name, about, found.TASK, found.RUN, found.COMMAND, found.draw, parts)
     return out
 
 
@@ -72,11 +90,9 @@ def make(chosen: Recipe, *, runs: Path, out: Path = OUT, task: str | None = None
     Raises InputError that names the command to run when the run folder is missing, unfinished or lacks the rows.
     """
     from kvnotes_interp.plots import export
-    from kvnotes_interp.results import Result
 
-    folder = chosen.folder(runs, task)
     try:
-        figure = chosen.draw(Result.load(folder))
+        figure = chosen.draw(chosen.results(runs, task))
     except InputError as error:
         raise InputError(f"{chosen.name}: {error} To make it: {chosen.how(runs, task)}") from error
     name = chosen.name if task in (None, chosen.task) else f"{chosen.name}-{task}"

@@ -88,11 +88,14 @@ def plan(
             "It says what it takes before it runs."
         )
     from kvnotes_interp.probes import concentration, patching
+    from kvnotes_interp.probes.making import Making
 
     rest = {name: value for name, value in options.items() if name != "path"}
+    making = Making(**{name: rest.pop(name) for name in ("operator", "blocks", "tail") if name in rest})
     mapped = {pair.key for pair in pairs[: rest.pop("map_pairs", 0)]}
 
     def cells(pair: EncodedPair, n_layers: int) -> list[Site]:
+        pair = making.aligned(pair)
         if probe == "local_patching":
             views = [v for v in rest["views"] if v != "layer_position" or pair.pair.key in mapped]
             made = patching.cells_of(pair, n_layers, seed=seed, **{**rest, "views": views})

@@ -11,6 +11,7 @@ import pytest
 import figures
 from figures.__main__ import main
 from kvnotes_interp.plots import export
+from tests.plots.test_notes_by_operator import made as notes
 from tests.results.factory import make_result
 
 VIEWS = {"memoization_map": ("state", "layer_position", "position"), "concentration": ("state", "cumulative")}
@@ -31,11 +32,15 @@ def test_recipes_name_runs_that_their_commands_make(kvprobe) -> None:
     for recipe in recipes.values():
         assert recipe.about
         folder = recipe.folder(Path("runs"))
-        command = shlex.split(recipe.how(Path("runs")))
-        assert command[command.index("--out") + 1] == str(folder)
-        counted = command[1] in ("patch", "suffix")
-        done = kvprobe(*command[1:], *(("--dry-run", "--n", "1") if counted else ("--help",)))  # the options must exist
-        assert done.code == 0, done.err
+        commands = recipe.how(Path("runs")).splitlines()
+        folders = [folder / name for name in recipe.parts] or [folder]
+        for line, target in zip(commands, folders, strict=True):
+            command = shlex.split(line)
+            assert command[command.index("--out") + 1] == str(target)
+            counted = command[1] in ("patch", "suffix")
+            options = ("--dry-run", "--n", "1") if counted else ("--help",)  # the options must exist
+            done = kvprobe(*command[1:], *options)
+            assert done.code == 0, done.err
     assert recipes["memoization_map"].folder(Path("runs")) == Path("runs/pronoun")
     assert recipes["concentration"].folder(Path("runs"), "capital") == Path("runs/capital-suffix")
 
@@ -88,6 +93,21 @@ def test_a_run_without_the_rows_and_a_wrong_name(
     assert "kvprobe patch --task capital" in capsys.readouterr().err
     assert main(["memoisation_map"]) == 2
     assert 'Did you mean "memoization_map"?' in capsys.readouterr().err
+
+
+def test_a_recipe_over_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = figures.recipe("notes_by_operator")
+    folder = recipe.folder(tmp_path)
+    for number, name in enumerate(recipe.parts):
+        notes(0.1 * number, shift=number).save(folder / name, figures=False)
+    assert main(["notes_by_operator", "--runs", str(tmp_path), "--out", str(tmp_path / "out"), "--no-pictures"]) == 0
+    drawn = json.loads((tmp_path / "out" / "notes_by_operator.json").read_text())
+    assert [t["name"] for t in drawn["data"] if t["type"] == "bar"][:2] == ["full recompute", "no recompute"]
+    capsys.readouterr()
+    (folder / "sempic").rename(folder / "elsewhere")
+    assert main(["notes_by_operator", "--runs", str(tmp_path), "--out", str(tmp_path / "out"), "--no-pictures"]) == 2
+    error = capsys.readouterr().err
+    assert f"--operator sempic@{tmp_path}/sempic --blocks documents --tail suffix --out {folder / 'sempic'}" in error
 
 
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:

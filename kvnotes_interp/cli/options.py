@@ -19,6 +19,8 @@ CLASSIFIERS = ("logistic", "mean_difference")
 ANALYSES = ("knockout", "read_heads", "write_heads", "mlp_share", "scrub", "dose")
 ABLATIONS = ("resample", "mean", "zero")
 ROWS = ("terminal", "suffix", "answer")
+BLOCKS = ("sentences", "documents")
+TAILS = ("last", "suffix")
 RANKINGS = (
     "causal",
     "kv_change",
@@ -82,11 +84,19 @@ Notes = Annotated[int, _option(_SITES, "Positions that make the note.", metavar=
 CircuitDraws = Annotated[int, _option(_SITES, "Random sets per size.", "--draws", metavar="N", min=1)]
 Ablations = Annotated[str, _option(_SITES, "Of read heads: resample, mean, zero.", metavar="LIST")]
 GridPairs = Annotated[int, _option(_SITES, "Pairs, from the first, that get every head patched.", metavar="N", min=0)]
-Operators = Annotated[str, _option(_EDITS, "Ways to compose the cache, such as no_recompute.", metavar="LIST")]
+Operator = Annotated[
+    str | None,
+    _option(
+        _EDITS, "Make both caches by this operator, NAME or NAME@VALUE, and not in one prefill.", "--operator", **_NAME
+    ),
+]
+Blocks = Annotated[str, _option(_EDITS, "Where it cuts: sentences, documents.", metavar="NAME")]
+Tail = Annotated[str, _option(_EDITS, "Run on top: last token, or the whole suffix.", metavar="NAME")]
+Operators = Annotated[str, _option(_EDITS, "Ways to compose the cache: no_recompute, sempic@DIR.", metavar="LIST")]
 Rows = Annotated[str, _option(_SITES, "Queries: terminal (last token), suffix, answer.", metavar="NAME")]
 Bins = Annotated[int, _option(_SITES, "Stretches of relative position.", metavar="N", min=2)]
 SpliceOperators = Annotated[
-    str, _option(_EDITS, "Besides full recompute and the joins.", "--operators", metavar="LIST")
+    str, _option(_EDITS, "Besides full recompute and the joins; packet@DIR.", "--operators", metavar="LIST")
 ]
 Documents = Annotated[str, _option(_PAIRS, "Numbers of documents.", metavar="LIST")]
 SpliceShares = Annotated[str, _option(_EDITS, "Of the tokens recomputed.", "--shares", metavar="LIST")]

@@ -84,6 +84,9 @@ def patch(
     views: opt.Views = "all",
     draws: opt.Draws = 8,
     map_pairs: opt.MapPairs = 8,
+    operator: opt.Operator = None,
+    blocks: opt.Blocks = "sentences",
+    tail: opt.Tail = "last",
     path: opt.SweepPath = "auto",
     dry_run: opt.DryRun = False,
 ) -> dict[str, Any]:
@@ -93,15 +96,28 @@ def patch(
         "views": opt.words("--views", views, opt.VIEWS),
         "draws": draws,
         "map_pairs": map_pairs,
+        **_making(operator, blocks, tail),
         "path": opt.choice("--path", path, opt.PATHS),
         "dry_run": dry_run,
     }
 
 
 @probe_command("suffix_concentration")
-def suffix(draws: opt.Draws = 5, path: opt.SweepPath = "auto", dry_run: opt.DryRun = False) -> dict[str, Any]:
+def suffix(
+    draws: opt.Draws = 5,
+    operator: opt.Operator = None,
+    blocks: opt.Blocks = "sentences",
+    tail: opt.Tail = "last",
+    path: opt.SweepPath = "auto",
+    dry_run: opt.DryRun = False,
+) -> dict[str, Any]:
     """Suffix concentration: how few positions after the field carry the decision."""
-    return {"draws": draws, "path": opt.choice("--path", path, opt.PATHS), "dry_run": dry_run}
+    return {
+        "draws": draws,
+        **_making(operator, blocks, tail),
+        "path": opt.choice("--path", path, opt.PATHS),
+        "dry_run": dry_run,
+    }
 
 
 @probe_command("linear_decodability", n=48)
@@ -112,6 +128,9 @@ def linear(
     folds: opt.Folds = 5,
     draws: opt.LinearDraws = 2,
     direction_pairs: opt.DirectionPairs = 12,
+    operator: opt.Operator = None,
+    blocks: opt.Blocks = "sentences",
+    tail: opt.Tail = "last",
 ) -> dict[str, Any]:
     """Linear probes: where the conclusion can be read, held out by content, and whether it is used."""
     return {
@@ -121,6 +140,7 @@ def linear(
         "folds": folds,
         "draws": draws,
         "direction_pairs": direction_pairs,
+        **_making(operator, blocks, tail),
     }
 
 
@@ -194,6 +214,15 @@ def edit(
         "temperature": temperature,
         "turns": turns,
     }
+
+
+def _making(operator: str | None, blocks: str, tail: str) -> dict[str, Any]:
+    if operator is not None:
+        from kvnotes_interp import operators
+
+        operators.find(operator)
+    blocks, tail = opt.choice("--blocks", blocks, opt.BLOCKS), opt.choice("--tail", tail, opt.TAILS)
+    return {"operator": operator, "blocks": blocks, "tail": tail}
 
 
 def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> None:

@@ -14,6 +14,8 @@ from typing import Any, Literal
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.tasks.encode import EncodedPair
 
+Cut = Literal["sentences", "documents"]
+
 _CLOSERS = "\"'”’»)]}"
 
 
@@ -187,20 +189,50 @@ def _answer_ids(tokenizer: Any, text: str, ids: Sequence[int], answer: str, spec
     return tuple(joint[len(ids) :])
 
 
-def cut_pair(pair: EncodedPair, *, side: Literal["old", "new"] = "old", min_tokens: int = 4) -> Blocks:
-    """A counterfactual pair's prompt as sentences: prefix, one chunk per sentence, and the decision text.
+def cut_pair(
+    pair: EncodedPair, *, side: Literal["old", "new"] = "old", blocks: Cut = "sentences", min_tokens: int = 4
+) -> Blocks:
+    """A counterfactual pair's prompt as sentences or documents: prefix, chunks, and the decision text.
 
-    The suffix is the trailing run of decision and chat-template tokens. The prefix is every whole sentence before the
-    one that holds the field (and a BOS token); it may be empty. A sentence ends behind a delimiter token that ends in
-    ".", "!" or "?" or holds a newline, with closing quotes and blank tokens that follow it; one of fewer than
-    `min_tokens` tokens is joined to the next (the last one to the one before).
+    The suffix is the trailing run of decision and chat-template tokens.
 
-    Raises InputError when nothing is left between prefix and suffix.
+    "sentences": the prefix is every whole sentence before the one that holds the field (and a BOS token); it may be
+    empty. A sentence ends behind a delimiter token that ends in ".", "!" or "?" or holds a newline, with closing quotes
+    and blank tokens that follow it; one of fewer than `min_tokens` tokens is joined to the next (the last one to the
+    one before).
+
+    "documents": one chunk per document, whole, and one per stretch of text between or behind documents; what stands
+    before the first is the prefix. A prompt without documents has the prefix of "sentences", and one chunk that holds
+    the field and all that follows it: what can be concluded from the field can be written inside that chunk.
+
+    Raises InputError on a wrong choice, and when nothing is left between prefix and suffix.
     """
     if side not in ("old", "new"):
         raise InputError(f'side={side!r}: choose "old" or "new".')
+    if blocks not in ("sentences", "documents"):
+        raise InputError(f'blocks={blocks!r}: choose "sentences" or "documents".')
     ids, tokens = (pair.old_ids, pair.tokens_old) if side == "old" else (pair.new_ids, pair.tokens_new)
     stop = decision_start(pair)
+    whole = blocks == "documents"
+    cuts = _document_cuts(pair, stop) if whole else []
+    if not cuts:
+        cuts = _sentence_cuts(pair, tokens, stop, min_tokens=stop if whole else min_tokens)
+    chunks = tuple(ids[a:b] for a, b in pairwise(cuts) if b > a)
+    if not chunks:
+        raise InputError(f'Pair "{pair.pair.key}": no text stands between the prefix and the decision text.')
+    return Blocks(ids[: cuts[0]], chunks, ids[stop:])
+
+
+def _document_cuts(pair: EncodedPair, stop: int) -> list[int]:
+    """Slots where documents, and stretches between them, begin, and `stop`; empty where there is no document."""
+    owners = pair.documents[:stop]
+    first = next((place for place, owner in enumerate(owners) if owner >= 0), stop)
+    changes = [place for place in range(first + 1, stop) if owners[place] != owners[place - 1]]
+    return [first, *changes, stop] if first < stop else []
+
+
+def _sentence_cuts(pair: EncodedPair, tokens: Sequence[str], stop: int, *, min_tokens: int) -> list[int]:
+    """Slots where chunks begin, the one that holds the field first, and `stop`."""
     begin = 0
     while begin < stop and pair.anchors[begin].startswith("special:"):
         begin += 1
@@ -215,10 +247,7 @@ def cut_pair(pair: EncodedPair, *, side: Literal["old", "new"] = "old", min_toke
             cuts.append(stop)
         else:
             cuts[-1] = stop
-    chunks = tuple(ids[a:b] for a, b in pairwise(cuts) if b > a)
-    if not chunks:
-        raise InputError(f'Pair "{pair.pair.key}": no text stands between the prefix and the decision text.')
-    return Blocks(ids[:begin], chunks, ids[stop:])
+    return cuts
 
 
 def decision_start(pair: EncodedPair) -> int:

@@ -20,6 +20,7 @@ import pandas as pd
 from kvnotes_interp import engine
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.estimates import Estimates
+from kvnotes_interp.probes.making import PREFILL, Making
 from kvnotes_interp.probes.measure import Case, Cell, downstream_of, identity_controls
 from kvnotes_interp.probes.run import Session, plan_request
 from kvnotes_interp.results import Result, Summary
@@ -41,6 +42,9 @@ def suffix_concentration(
     pairs: Sequence[Pair],
     *,
     draws: int = 5,
+    operator: str | None = None,
+    blocks: str = "sentences",
+    tail: str = "last",
     seed: int = 0,
     min_gap: float = 0.25,
     min_gap_noise: float = 50.0,
@@ -59,8 +63,8 @@ def suffix_concentration(
     Other arguments as in `local_patching`. The summary gives recovery at k = 8, and the k that reaches
     50 % and 90 % of what all downstream positions carry together.
     """
-    competence = Competence(min_gap, min_gap_noise)
-    options = {"draws": draws, "seed": seed, "path": path}
+    competence, making = Competence(min_gap, min_gap_noise), Making(operator, blocks, tail)
+    options = {"draws": draws, "seed": seed, "path": path, **making.request}
 
     def alone(case: Case) -> pd.DataFrame:
         cells = [*individual(case.pair), *windows(case.pair), *thirds(case.pair, model.shape.n_layers)]
@@ -76,6 +80,7 @@ def suffix_concentration(
         memory_budget=memory_budget,
         path=path,
         progress=progress,
+        making=making,
     ) as session:
         if session.folder.complete:
             return session.folder.result()
@@ -93,7 +98,7 @@ def suffix_concentration(
             cost=lambda pair: len(grid(len(downstream_of(pair)))) * (len(RANKINGS) - 1 + draws),
         )
         frame = pd.concat([first, second], ignore_index=True)
-        return session.finish(frame, tried, summarise(frame, tried, model=model.name, seed=seed))
+        return session.finish(frame, tried, summarise(frame, tried, model=model.name, seed=seed, making=making))
 
 
 def individual(pair: EncodedPair) -> Iterable[Cell]:
@@ -132,7 +137,7 @@ def rankings_of(case: Case, effects: pd.DataFrame) -> dict[str, list[int]]:
     where = downstream_of(pair)
     own = effects[effects["pair"] == pair.pair.key].set_index("position")["value"]
     others = effects[effects["content"] != pair.pair.content].groupby("anchor")["value"].mean()
-    attention = engine.attention_rows(case.model, case.base, case.tail).mean(dim=(0, 1))[0]
+    attention = engine.attention_rows(case.model, case.base, case.tail).mean(dim=(0, 1))[-1]
 
     def best(score: Mapping[int, float]) -> list[int]:
         # Ties and unseen places go by position, so that a ranking is the same on every machine.
@@ -177,7 +182,7 @@ def all_cells(pair: EncodedPair, n_layers: int, *, draws: int = 5, seed: int = 0
     yield from cumulative_cells(pair, {r: downstream_of(pair) for r in RANKINGS[:-1]}, draws=draws, seed=seed)
 
 
-def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, model: str, seed: int) -> Summary:
+def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, model: str, seed: int, making: Making = PREFILL) -> Summary:
     """Recovery at k = 8, k for 50 % and 90 %, windows and thirds, with intervals over contents."""
     good = frame[frame["readout"] == "recovery"]
     curves = (
@@ -199,7 +204,7 @@ def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, model: str, seed: int
         here = good[(good["view"] == "thirds") & (good["site"] == site)]
         add(f"layers_{site}", here, "all downstream, this third of the layers")
     found.require("top8_other_pairs", "top8_random")
-    return found.summary(f"suffix concentration on {model}", frame, tried)
+    return found.summary(f"suffix concentration on {model}{making.words}", frame, tried)
 
 
 def _at(curve: pd.DataFrame, k: int) -> pd.DataFrame:

@@ -6,7 +6,7 @@ One pair is one unit of work: it is measured alone, so that a run can be killed 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -16,6 +16,7 @@ from kvnotes_interp import engine
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.errors import ControlError, InputError
 from kvnotes_interp.metrics import Competence, recovery
+from kvnotes_interp.probes.making import PREFILL, Making, caches_of
 from kvnotes_interp.results import Control
 from kvnotes_interp.results.tables import FRAME_COLUMNS
 from kvnotes_interp.sites import Part, Site
@@ -39,9 +40,11 @@ class Sweeper:
 
 @dataclass(frozen=True)
 class Case:
-    """One pair on one model: both caches up to the decision token, the scores at either end, the noise.
+    """One pair on one model: both caches up to the tail, the scores at either end, the noise.
 
     `old` and `new` are read by the path that reads the patches, `plain` is `old` by an independent plain forward.
+    `pair` has one entry per slot; `slots` gives the slot of each token of the prompt, and differs from 0, 1, ... only
+    where an operator's cache has slots without a token.
     """
 
     model: Model
@@ -56,10 +59,12 @@ class Case:
     reason: str
     path: str
     sweeper: Sweeper
+    slots: tuple[int, ...] = field(default=(), kw_only=True)
+    making: Making = field(default=PREFILL, kw_only=True)
 
     @property
     def tail(self) -> list[int]:
-        return [self.pair.old_ids[-1]]
+        return list(self.pair.old_ids[-self.pair.tail :])
 
     @property
     def answers(self) -> tuple[int, int]:
@@ -113,12 +118,12 @@ class Case:
         }
 
 
-def open_case(model: Model, pair: EncodedPair, *, competence: Competence, sweeper: Sweeper) -> Case:
-    """Prefill both prompts of a pair and score them, by the same path that will score the patches."""
-    stop = len(pair.old_ids) - 1
-    both = engine.prefill(model, [list(pair.old_ids[:stop]), list(pair.new_ids[:stop])])
-    base, donor = _row(both, 0), _row(both, 1)
-    tail, answers = [pair.old_ids[-1]], (pair.answer_old_id, pair.answer_new_id)
+def open_case(
+    model: Model, pair: EncodedPair, *, competence: Competence, sweeper: Sweeper, making: Making = PREFILL
+) -> Case:
+    """Make both caches of a pair and score them, by the same path that will score the patches."""
+    pair, slots, base, donor = caches_of(model, pair, making)
+    tail, answers = list(pair.old_ids[-pair.tail :]), (pair.answer_old_id, pair.answer_new_id)
 
     def score(cache: KVCache) -> tuple[float, str]:
         result = engine.sweep(
@@ -142,18 +147,8 @@ def open_case(model: Model, pair: EncodedPair, *, competence: Competence, sweepe
     tolerance = max(8 * noise, min(rounding, 0.1 * abs(new - old)))
     reason = competence.reason(old=old, new=new, noise=noise, control=pair.pair.kind == "control")
     plain = float(logits[1] - logits[0])
-    return Case(model, pair, base, donor, old, new, plain, noise, tolerance, reason, path, sweeper)
-
-
-def _row(cache: KVCache, row: int) -> KVCache:
-    keep = slice(row, row + 1)
-    return KVCache(
-        tuple(k[keep] for k in cache.keys),
-        tuple(v[keep] for v in cache.values),
-        cache.token_ids[keep],
-        cache.positions,
-        cache.rope,
-        cache.model_id,
+    return Case(
+        model, pair, base, donor, old, new, plain, noise, tolerance, reason, path, sweeper, slots=slots, making=making
     )
 
 
@@ -178,7 +173,7 @@ def identity_controls(case: Case) -> pd.DataFrame:
             raise ControlError(
                 f"control {name!r} failed on {case.model.name} ({case.model.dtype}), pair {case.pair.pair.key}: off by "
                 f"{abs(gap):.3g} logits, tolerance {case.tolerance:.3g} (noise floor {case.noise:.3g}); "
-                f"{_blame(case, name)}. Nothing measured on this model can be trusted; run `kvprobe check`."
+                f"{_blame(case, name)}"
             )
     rows = [
         {**case.names, "view": "control", "site": name, "readout": readout, "value": value}
@@ -190,12 +185,20 @@ def identity_controls(case: Case) -> pd.DataFrame:
 
 
 def _blame(case: Case, name: str) -> str:
-    """The layer whose self-patch moves the score most: where a broken patch would sit."""
+    """What may be wrong: the operator, or the layer whose self-patch moves the score most."""
+    if name == "before_field" and case.making.operator is not None:
+        return (
+            f"{case.making.operator} makes other slots before the field of the two prompts, as operators do that "
+            "choose by the text what to recompute. Its caches cannot be patched from each other; take another operator."
+        )
     n = len(case.base)
     sites = [Site(tuple(range(n)), layers=(layer,)) for layer in range(case.base.n_layers)]
     gaps = [abs(s - case.old) for s in case.scores(sites, donor=case.base)]
     worst = max(range(len(gaps)), key=gaps.__getitem__)
-    return f"of single-layer self-patches, layer {worst} is furthest off ({gaps[worst]:.3g})"
+    return (
+        f"of single-layer self-patches, layer {worst} is furthest off ({gaps[worst]:.3g}). Nothing measured on this "
+        "model can be trusted; run `kvprobe check`."
+    )
 
 
 def controls_of(frame: pd.DataFrame) -> tuple[Control, ...]:
@@ -218,7 +221,8 @@ def pair_row(case: Case | None, pair: EncodedPair | SetAside) -> dict[str, Any]:
     if isinstance(pair, SetAside):
         return {"pair": pair.key, "content": pair.content, "competent": False, "reason": pair.reason}
     assert case is not None
-    source = pair.pair
+    source, pair = pair.pair, case.pair
+    documents = {"documents": list(pair.documents)} if any(d >= 0 for d in pair.documents) else {}
     return {
         "pair": source.key,
         "content": source.content,
@@ -231,7 +235,7 @@ def pair_row(case: Case | None, pair: EncodedPair | SetAside) -> dict[str, Any]:
         "s_new": case.new,
         "noise": case.noise,
         "sweep_path": case.path,
-        "length": len(pair.old_ids),
+        "length": len(pair.old_ids) - pair.tail + 1,
         "field_start": pair.field[0],
         "field_stop": pair.field[1],
         "answer_old": source.answer_old,
@@ -241,6 +245,7 @@ def pair_row(case: Case | None, pair: EncodedPair | SetAside) -> dict[str, Any]:
         "regions": list(pair.regions),
         "anchors": list(pair.anchors),
         "delimiter": list(pair.delimiter),
+        **documents,
     }
 
 
@@ -250,8 +255,8 @@ def field_of(pair: EncodedPair) -> tuple[int, ...]:
 
 
 def downstream_of(pair: EncodedPair) -> tuple[int, ...]:
-    """Slots after the field and before the decision token, which is always recomputed."""
-    return tuple(range(pair.field[1], len(pair.old_ids) - 1))
+    """Slots after the field and before the tail, which is always recomputed."""
+    return tuple(range(*pair.downstream))
 
 
 def check_parts(parts: Sequence[str]) -> tuple[Part, ...]:

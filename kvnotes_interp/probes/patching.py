@@ -20,6 +20,7 @@ import pandas as pd
 from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.estimates import Estimates
+from kvnotes_interp.probes.making import PREFILL, Making
 from kvnotes_interp.probes.measure import (
     Case,
     Cell,
@@ -50,6 +51,9 @@ def local_patching(
     views: Sequence[str] = VIEWS,
     draws: int = 8,
     map_pairs: int = 8,
+    operator: str | None = None,
+    blocks: str = "sentences",
+    tail: str = "last",
     seed: int = 0,
     min_gap: float = 0.25,
     min_gap_noise: float = 50.0,
@@ -67,6 +71,8 @@ def local_patching(
         views: beside the four cache states: "position", "layer", "layer_position", "region", "random".
         draws: random sites of the field's size per pair (the random-site control).
         map_pairs: how many pairs, from the first, get the layer x position map; it holds most of the cells.
+        operator, blocks, tail: make both caches by an operator instead of one prefill, where to cut for it, and what
+            is run on top; see `probes.making.Making`. `position` then counts slots of the cache.
         seed: of the random sites and of the bootstrap.
         min_gap, min_gap_noise: see `metrics.Competence`.
         out: run folder; with `resume` a killed run goes on where it stopped.
@@ -74,12 +80,13 @@ def local_patching(
         path: "auto", "shared" or "plain", see `engine.sweep`.
 
     Returns a Result whose summary holds `field_only`, `downstream_only`, `field_and_downstream`, `interaction`,
-    `random_site` and, per part, their split, with 95 % intervals from a bootstrap over contents.
+    `random_site` and, per part, their split, with 95 % intervals from a bootstrap over contents; with an operator also
+    `region_<name>`, what each region recovers alone.
 
     Raises ControlError when an identity control fails, InputError on wrong options.
     """
     parts, views = check_parts(parts), _check_views(views)
-    competence = Competence(min_gap, min_gap_noise)
+    competence, making = Competence(min_gap, min_gap_noise), Making(operator, blocks, tail)
     options = {
         "parts": list(parts),
         "views": list(views),
@@ -87,6 +94,7 @@ def local_patching(
         "map_pairs": map_pairs,
         "seed": seed,
         "path": path,
+        **making.request,
     }
 
     mapped = {pair.key for pair in pairs[:map_pairs]}
@@ -108,12 +116,15 @@ def local_patching(
         memory_budget=memory_budget,
         path=path,
         progress=progress,
+        making=making,
     ) as session:
         if session.folder.complete:
             return session.folder.result()
         frame, tried = session.run("cells", measure, cost=lambda pair: len(cells(pair)))
         return session.finish(
-            frame, tried, summarise(frame, tried, model=model.name, seed=seed, n_layers=model.shape.n_layers)
+            frame,
+            tried,
+            summarise(frame, tried, model=model.name, seed=seed, n_layers=model.shape.n_layers, making=making),
         )
 
 
@@ -175,7 +186,15 @@ def ends(case: Case) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, model: str, seed: int, n_layers: int) -> Summary:
+def summarise(
+    frame: pd.DataFrame,
+    tried: pd.DataFrame,
+    *,
+    model: str,
+    seed: int,
+    n_layers: int,
+    making: Making = PREFILL,
+) -> Summary:
     """Means over competent pairs with intervals from a bootstrap over contents."""
     good = frame[frame["readout"] == "recovery"]
     found = Estimates(seed=seed)
@@ -194,12 +213,15 @@ def summarise(frame: pd.DataFrame, tried: pd.DataFrame, *, model: str, seed: int
         draws.groupby(["pair", "content"], as_index=False)[["value"]].mean(),
         "as many tokens as the field",
     )
+    if making.operator is not None:
+        for region, rows in good[good["view"] == "region"].groupby("site", sort=False):
+            add(f"region_{region}", rows, "patched alone")
     for name, values in _enrichment(good).items():
         add(name, values, "share of recovery / share of positions")
     depth = _depth(good, n_layers)
     add("note_depth", depth, "mean layer of downstream recovery, 0 to 1")
     found.require(*STATES, "interaction")
-    return found.summary(f"local patching on {model}", frame, tried)
+    return found.summary(f"local patching on {model}{making.words}", frame, tried)
 
 
 def _interaction(state: pd.DataFrame) -> pd.DataFrame:

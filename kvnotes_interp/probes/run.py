@@ -13,6 +13,7 @@ import pandas as pd
 from kvnotes_interp.engine import plan_sweep
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.metrics import Competence
+from kvnotes_interp.probes.making import PREFILL, Making
 from kvnotes_interp.probes.measure import Case, Sweeper, open_case, pair_row
 from kvnotes_interp.progress import Bar
 from kvnotes_interp.results import Result, Run, Summary
@@ -66,14 +67,16 @@ class Session:
         memory_budget: int | None,
         path: str,
         progress: bool,
+        making: Making = PREFILL,
     ) -> None:
         if model.tokenizer is None:
             raise InputError(f"{model.name} was loaded without a tokenizer; pass kv.load(..., tokenizer=...).")
         if not pairs:
             raise InputError("no pairs were given; take some from tasks.load(name, n=...).")
         self.model, self.competence, self.path, self.progress = model, competence, path, progress
-        self.memory_budget = memory_budget
-        self.encoded, self.aside = encode_all(model.tokenizer, pairs)
+        self.memory_budget, self.making = memory_budget, making
+        encoded, self.aside = encode_all(model.tokenizer, pairs)
+        self.encoded = [making.aligned(pair) for pair in encoded]
         self.family = pairs[0].family
         machine = {"device": _device_name(model), "dtype": request["dtype"]}
         self.folder = Run.open(out, request=request, extra={"machine": machine}, resume=resume)
@@ -86,7 +89,7 @@ class Session:
 
     def open_case(self, pair: EncodedPair, sweeper: Sweeper) -> Case:
         """The pair on this model; an adapter opens it through another engine."""
-        return open_case(self.model, pair, competence=self.competence, sweeper=sweeper)
+        return open_case(self.model, pair, competence=self.competence, sweeper=sweeper, making=self.making)
 
     def run(
         self, stage: str, measure: Callable[[Case], pd.DataFrame], *, cost: Callable[[EncodedPair], int]
@@ -126,8 +129,8 @@ class Session:
             plan = plan_sweep(
                 self.model,
                 costs[longest.pair.key],
-                longest.length - 1,
-                1,
+                longest.length - longest.tail,
+                longest.tail,
                 memory_budget=self.memory_budget,
                 path=self.path,  # type: ignore[arg-type]
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from kvnotes_interp import operators, tasks
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.operators.blocks import Blocks, _sentence_ends, cut_pair, cut_texts
+from kvnotes_interp.organisms.words import word_tokenizer
 from kvnotes_interp.tasks import documents
 from tests.tiny_tokenizer import tiny_tokenizer, train
 
@@ -156,3 +158,44 @@ def test_short_sentences_join_the_next_and_the_last_the_one_before(tokenizer: An
     one = cut_pair(pair, min_tokens=1000)
     assert len(one.chunks) == 1
     assert one.token_ids == whole.token_ids
+
+
+# --- documents of a pair ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["biography_pairs", "gate_documents"])
+def test_a_pair_in_documents_is_cut_at_them(family: str) -> None:
+    pairs = tasks.load(family, n=6, seed=2, documents=4)
+    words = word_tokenizer(text for p in pairs for text in (p.text_old + p.answer_old, p.text_new + p.answer_new))
+    for pair in tasks.encode_all(words, pairs)[0]:
+        whole = cut_pair(pair, blocks="documents")
+        assert whole.token_ids == pair.old_ids
+        assert len(whole.chunks) == 4
+        texts = [words.decode(chunk) for chunk in whole.chunks]
+        begin = "Biography of" if family == "biography_pairs" else "Log of the"
+        assert all(text.startswith(begin) and text.endswith("\n") and text.count(begin) == 1 for text in texts)
+        assert words.decode(whole.prefix) == (documents.biography.PREFIX if family == "biography_pairs" else "")
+        assert words.decode(whole.suffix).startswith(("Question:", "Request:"))
+        home = pair.documents[pair.field[0]]
+        start, stop = whole.spans[home]
+        assert start <= pair.field[0] < pair.field[1] <= stop
+        other = cut_pair(pair, side="new", blocks="documents")
+        assert [i for i in range(4) if whole.chunks[i] != other.chunks[i]] == [home]
+
+
+def test_a_prompt_without_documents_is_one_chunk_from_the_field_on(tokenizer: Any) -> None:
+    for family in ("pronoun", "rule_first"):
+        for pair in encoded(tokenizer, family):
+            whole, cut = cut_pair(pair, blocks="documents"), cut_pair(pair)
+            assert len(whole.chunks) == 1 < len(cut.chunks)
+            assert (whole.prefix, whole.suffix, whole.token_ids) == (cut.prefix, cut.suffix, cut.token_ids)
+    with pytest.raises(InputError, match="sentences"):
+        cut_pair(pair, blocks="lines")  # type: ignore[arg-type]
+
+
+def test_text_between_documents_is_a_chunk_of_its_own(tokenizer: Any) -> None:
+    pair = encoded(tokenizer, "pronoun")[0]
+    stop = len(pair.old_ids) - len(cut_pair(pair).suffix)
+    owners = (-1, -1, *(0,) * 4, -1, *(1,) * (stop - 7), *(-1,) * (pair.length - stop))
+    blocks = cut_pair(dataclasses.replace(pair, documents=owners), blocks="documents")
+    assert [len(blocks.prefix), *map(len, blocks.chunks)] == [2, 4, 1, stop - 7]

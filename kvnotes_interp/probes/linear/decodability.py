@@ -23,7 +23,7 @@ import pandas as pd
 from numpy import ndarray
 
 from kvnotes_interp import engine
-from kvnotes_interp.errors import ControlError, InputError, nearest
+from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.linear import controls, fit
 from kvnotes_interp.probes.linear.features import (
@@ -33,12 +33,14 @@ from kvnotes_interp.probes.linear.features import (
     Store,
     final_sign,
     layers_of,
+    lens_control,
     places_of,
     record,
     samples_of,
 )
 from kvnotes_interp.probes.linear.summary import summarise
 from kvnotes_interp.probes.linear.use import direction_of, direction_rows, push_controls, signature
+from kvnotes_interp.probes.making import Making
 from kvnotes_interp.probes.measure import Case, Sweeper, identity_controls
 from kvnotes_interp.probes.run import Session, plan_request
 from kvnotes_interp.progress import Bar
@@ -72,6 +74,9 @@ def linear_decodability(
     directions: Sequence[str] = ("aggregator", "decision"),
     direction_pairs: int = 12,
     direction_layers: int = 6,
+    operator: str | None = None,
+    blocks: str = "sentences",
+    tail: str = "last",
     seed: int = 0,
     min_gap: float = 0.25,
     min_gap_noise: float = 50.0,
@@ -99,6 +104,8 @@ def linear_decodability(
             at the decision on top of what an operator made? Only the names go into the manifest.
         directions, direction_pairs, direction_layers: places, number of pairs and of layers for the direction arms;
             an empty `directions` leaves them out.
+        operator, blocks, tail: make both caches by an operator; see `probes.making.Making`. Keys and values are then
+            read from its caches at every place, the residual stream only where tokens are run on top ("decision").
         seed: of folds, shuffles, random vectors and the bootstrap. Other arguments as in `local_patching`.
 
     Rows (view, readout): "decodability" (accuracy, shuffled, selectivity = accuracy - shuffled per classifier;
@@ -113,7 +120,7 @@ def linear_decodability(
     """
     points = layers_of(layers, model.shape.n_layers)
     plan = {**_options(features, classifiers, labels, draws, folds), "layers": list(points)}
-    competence = Competence(min_gap, min_gap_noise)
+    competence, making = Competence(min_gap, min_gap_noise), Making(operator, blocks, tail)
     states = {**STATES, **(caches or {})}
     options = {
         **plan,
@@ -126,6 +133,7 @@ def linear_decodability(
         "direction_layers": direction_layers,
         "seed": seed,
         "path": path,
+        **making.request,
     }
     with Session(
         model,
@@ -137,10 +145,16 @@ def linear_decodability(
         memory_budget=memory_budget,
         path=path,
         progress=progress,
+        making=making,
     ) as session:
         if session.folder.complete:
             return session.folder.result()
         run = _Run(session, places_of(session.encoded, positions, max_aggregators=max_aggregators), points, seed)
+        if "residual" in plan["features"] and not run.live:
+            raise InputError(
+                'no position is run on top of the operator\'s caches, so none has a residual stream: add "decision" to '
+                "positions, or read keys and values only."
+            )
         first, tried = session.run("features", lambda case: run.features(case, plan["features"], states), cost=_one)
         known = set(tried.loc[tried["competent"].astype(bool), "pair"])
         good = [pair for pair in session.encoded if pair.pair.key in known]
@@ -149,7 +163,7 @@ def linear_decodability(
             task = _Task.of(good, labels=labels, folds=folds, hold_out_values=hold_out_values, draws=draws, seed=seed)
             notes += task.notes
             frames.append(run.fits(task, plan, list(states)))
-            chosen = [name for name in directions if name in run.places]
+            chosen = [name for name in directions if name in run.live]
             if chosen and direction_pairs > 0 and direction_layers > 0 and "residual" in plan["features"]:
                 where = {pair.pair.key for pair in good[:direction_pairs]}
                 below = [layer for layer in points if layer < model.shape.n_layers]
@@ -161,8 +175,8 @@ def linear_decodability(
             notes.append(f"{len(good)} competent pairs: held-out probes need four or more, of two or more contents.")
         frame = pd.concat(frames, ignore_index=True)
         summary = summarise(
-            frame, tried, model=model.name, seed=seed, n_layers=model.shape.n_layers, features=plan["features"],
-            classifiers=plan["classifiers"], draws=draws, notes=notes,
+            frame, tried, model=model.name + making.words, seed=seed, n_layers=model.shape.n_layers,
+            features=plan["features"], classifiers=plan["classifiers"], draws=draws, notes=notes,
         )  # fmt: skip
         return session.finish(frame, tried, summary)
 
@@ -228,17 +242,22 @@ class _Run:
 
     def __init__(self, session: Session, places: dict[str, dict[str, int]], points: tuple[int, ...], seed: int) -> None:
         self.session, self.places, self.points, self.seed = session, places, points, seed
+        # An operator's cache holds keys and values; a residual stream there is only of what is run on top of it.
+        on_top = {pair.pair.key: pair.length - pair.tail for pair in session.encoded}
+        prefilled = session.making.operator is None
+        self.live = [n for n, at in places.items() if prefilled or all(slot >= on_top[key] for key, slot in at.items())]
         folder = session.folder.path
         self.store = Store(None if folder is None else folder / "parts" / "activations")
 
     def features(self, case: Case, features: Sequence[str], states: Mapping[str, CacheOf]) -> pd.DataFrame:
         """Record one pair; its rows are the controls and the logit lens of the decision token."""
         key = case.pair.pair.key
-        slots = [where[key] for where in self.places.values()]
-        tensors = record(case, slots, features=features, layers=self.points, states=states)
+        slots = {name: case.slots[where[key]] for name, where in self.places.items()}
+        live = [slots[name] for name in self.live]
+        tensors = record(case, list(slots.values()), live=live, features=features, layers=self.points, states=states)
         self.store.put(key, tensors)
         margins = (tensors["lens"][..., 1] - tensors["lens"][..., 0]).double().numpy()  # [layer side]
-        rows = _lens_control(case, margins)
+        rows = lens_control(case, margins)
         # The later prompt of the two: the one whose answer the lens prefers in any case has its sign from layer 0 on.
         depth = final_sign(margins).max() / (len(margins) - 1)
         about = {**case.names, "view": "lens", "site": "decision", "part": "residual"}
@@ -256,7 +275,7 @@ class _Run:
             for feature in plan["features"]
             for place in self.places
             for layer in self.points
-            if feature == "residual" or layer < n_layers
+            if (place in self.live if feature == "residual" else layer < n_layers)
         ]
         folder, keys, loaded = self.session.folder, [pair.pair.key for pair in task.pairs], {}
         names = [f"{feature}.{place.replace(':', '_')}.{layer:03d}" for feature, place, layer in cells]
@@ -265,7 +284,8 @@ class _Run:
                 if not folder.done("fits", name):
                     if feature not in loaded:
                         loaded = {feature: self.store.rows(keys, feature)}  # one kind at a time is in memory
-                    at = list(self.places).index(place), self.points.index(layer)
+                    among = self.live if feature == "residual" else list(self.places)
+                    at = among.index(place), self.points.index(layer)
                     x = loaded[feature][:, at[0], at[1]].flatten(0, 1).double().numpy()
                     about = {"site": place, "part": feature, "layer": layer}
                     seen = {}
@@ -289,11 +309,15 @@ class _Run:
             fitted = {}
             for place in places:
                 for layer in layers:
-                    at = list(self.places).index(place), self.points.index(layer)
+                    at = self.live.index(place), self.points.index(layer)
                     rows = x[:, at[0], at[1]].flatten(0, 1).double().numpy()
                     if (found := direction_of(rows, task.samples, fold, row)) is not None:
                         fitted[place, layer] = (*found, rows[row])
-            known = {place: self.places[place][case.pair.pair.key] for place in places if (place, layers[0]) in fitted}
+            known = {
+                place: case.slots[self.places[place][case.pair.pair.key]]
+                for place in places
+                if (place, layers[0]) in fitted
+            }
             pushes = direction_rows(case, known, layers, fitted, draws=draws, seed=self.seed)
             return pd.concat([pd.DataFrame(push_controls(case)), pushes], ignore_index=True)
 
@@ -305,20 +329,6 @@ class _Run:
                     folder.put("directions", pair.pair.key, measure(case))
                 bar.advance()
         return folder.stage("directions", [pair.pair.key for pair in chosen])
-
-
-def _lens_control(case: Case, margins: ndarray) -> list[dict[str, Any]]:
-    """The lens of the last layer is the model's own decision; else what was recorded is not the residual stream."""
-    gap = float(np.abs(margins[-1] - np.array([case.old, case.new])).max())
-    # A pass over the whole prompt rounds otherwise than one step on its cache, hence more room than a patch gets.
-    tolerance = min(8 * case.tolerance, 0.1 * abs(case.new - case.old))
-    if not gap <= tolerance:
-        raise ControlError(
-            f"control 'lens_top' failed on {case.model.name} ({case.model.dtype}), pair {case.pair.pair.key}: the "
-            f"logit lens behind the last layer is {gap:.3g} logits off the decision, tolerance {tolerance:.3g}."
-        )
-    about = {**case.names, "view": "control", "site": "lens_top"}
-    return [{**about, "readout": k, "value": v} for k, v in (("gap", gap), ("tolerance", tolerance))]
 
 
 def probe_rows(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvnotes_interp import compat, engine
 from kvnotes_interp.cache import KVCache
-from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.errors import ControlError, InputError, nearest
 from kvnotes_interp.files import replacing
 from kvnotes_interp.probes.linear.fit import Samples
 from kvnotes_interp.probes.measure import Case, downstream_of, field_of
@@ -179,13 +179,14 @@ def record(
     case: Case,
     slots: Sequence[int],
     *,
+    live: Sequence[int],
     features: Sequence[str],
     layers: Sequence[int],
     states: Mapping[str, CacheOf],
 ) -> dict[str, Tensor]:
-    """Features of both prompts of a pair at `slots`, on the CPU.
+    """Features of both prompts of a pair at `slots`, on the CPU; `live` are those with a residual stream to read.
 
-    "residual" `[place layer side d_model]`: what layer l reads; l = n_layers: what the final norm reads.
+    "residual" `[live layer side d_model]`: what layer l reads; l = n_layers: what the final norm reads.
     "keys", "values" `[place layer side kv_head*d_head]`: of the layers in `layers` below n_layers; keys are turned back
     to position 0, so that the same token at another place has the same key in layer 0.
     "lens" `[n_layers+1 side 2]`: logits of the old and the new answer, read from the decision token at every layer.
@@ -193,20 +194,34 @@ def record(
     """
     model, pair = case.model, case.pair
     decision = pair.length - 1
-    where = sorted({*slots, decision})
-    ids = [list(pair.old_ids), list(pair.new_ids)]
-    seen = engine.capture(model, None, ids, slots=where, want=("residual",))
-    assert seen.residual is not None
-    at = [where.index(slot) for slot in slots]
-    out = {"lens": lens(model, seen.residual[:, :, where.index(decision)], case.answers)}
+    where = sorted({*live, decision})
+    residual, caches = _both(case, where)
+    at = [where.index(slot) for slot in live]
+    out = {"lens": lens(model, residual[:, :, where.index(decision)], case.answers)}
     if "residual" in features:
-        out["residual"] = seen.residual[list(layers)][:, :, at].permute(2, 0, 1, 3).contiguous()
+        out["residual"] = residual[list(layers)][:, :, at].permute(2, 0, 1, 3).contiguous()
     if {"keys", "values"} & set(features):
-        keys, values = cached_features(seen.cache, slots, [layer for layer in layers if layer < model.shape.n_layers])
+        cached = [layer for layer in layers if layer < model.shape.n_layers]
+        sides = [cached_features(cache, slots, cached) for cache in caches]
+        keys, values = (torch.cat(parts, dim=2) for parts in zip(*sides, strict=True))
         out |= {name: part for name, part in (("keys", keys), ("values", values)) if name in features}
     for name, cache_of in states.items():
         out[f"state/{name}"] = decision_residual(model, cache_of(case), case.tail)[list(layers), 0]
     return out
+
+
+def _both(case: Case, slots: Sequence[int]) -> tuple[Float[Tensor, "layer+1 side slot d_model"], list[KVCache]]:
+    """Residual stream of both prompts at `slots`, and the whole caches: a clean run, or the tail on what was made."""
+    if case.making.operator is None:
+        ids = [list(case.pair.old_ids), list(case.pair.new_ids)]
+        seen = [engine.capture(case.model, None, ids, slots=slots, want=("residual",))]
+    else:
+        seen = [
+            engine.capture(case.model, cache, case.tail, slots=slots, want=("residual",))
+            for cache in (case.base, case.donor)
+        ]
+    residual = [one.residual for one in seen if one.residual is not None]
+    return torch.cat(residual, dim=1), [one.cache for one in seen]
 
 
 def cached_features(
@@ -241,6 +256,20 @@ def lens(
     device, dtype = model.device, model.dtype
     normed = compat.final_norm(model.hf)(residual.to(device, dtype))
     return compat.unembed(model.hf, normed, torch.as_tensor(list(answers))).cpu()
+
+
+def lens_control(case: Case, margins: np.ndarray) -> list[dict[str, Any]]:
+    """The lens of the last layer is the model's own decision; else what was recorded is not the residual stream."""
+    gap = float(np.abs(margins[-1] - np.array([case.old, case.new])).max())
+    # A pass over the whole prompt rounds otherwise than one step on its cache, hence more room than a patch gets.
+    tolerance = min(8 * case.tolerance, 0.1 * abs(case.new - case.old))
+    if not gap <= tolerance:
+        raise ControlError(
+            f"control 'lens_top' failed on {case.model.name} ({case.model.dtype}), pair {case.pair.pair.key}: the "
+            f"logit lens behind the last layer is {gap:.3g} logits off the decision, tolerance {tolerance:.3g}."
+        )
+    about = {**case.names, "view": "control", "site": "lens_top"}
+    return [{**about, "readout": k, "value": v} for k, v in (("gap", gap), ("tolerance", tolerance))]
 
 
 @dataclass

@@ -101,8 +101,9 @@ def pushed(
         add: dict[int, torch.Tensor] = {}
         for row, (layer, vector) in enumerate(part):
             add.setdefault(layer, vector.new_zeros(len(part), 1, len(vector)))[row, 0] = vector
-        prefix = base[:slot].repeat(batch=len(part)) if slot else None
-        tokens: Any = ids[slot:] if slot else [ids] * len(part)
+        kept = min(slot, len(base))  # the tail is run on top, whatever of it stands before the slot
+        prefix = base[:kept].repeat(batch=len(part)) if kept else None
+        tokens: Any = ids[kept:] if kept else [ids] * len(part)
         edits = engine.Edits(residual=engine.ResidualPatch((slot,), add))
         run = engine.capture(case.model, prefix, tokens, slots=(len(ids) - 1,), want=(), edits=edits)
         logits = engine.answer_logits(case.model, run, case.answers)
