@@ -7,26 +7,20 @@ where the tables are read. Without an option the tables are printed; `--check` s
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 import rows as wanted  # noqa: E402 - beside this file, which is run as a script
 
+from experiments import tables  # noqa: E402
+from experiments.tables import BEGIN, END, keep, load_json, what_ran  # noqa: E402, F401
+
 README, SUMMARIES, CARDS = HERE / "README.md", HERE / "summaries", HERE.parents[1] / "probes"
-BEGIN, END = "<!-- table: written by collect.py -->", "<!-- end of table -->"
 MISSING = "not run"
-KEPT = ("summary.json", "manifest.json", "verdict.json")
-
-
-def load_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def ours(summary: dict[str, Any] | None, key: str) -> str:
@@ -34,19 +28,7 @@ def ours(summary: dict[str, Any] | None, key: str) -> str:
     value = (summary or {}).get(key)
     if not summary or value is None or value["mean"] is None:
         return MISSING if summary is None else "not measured"
-    text = f"{value['mean']:.3f}"
-    if value["low"] is not None:
-        text += f" [{value['low']:.3f}, {value['high']:.3f}]"
-    return f"{text}, {value['n']} of {summary['n_tried']} pairs"
-
-
-def what_ran(folder: Path) -> str:
-    """`runs/pronoun`, with the weights and the commit that the manifest names."""
-    manifest = load_json(folder / "manifest.json") or {}
-    model, git = manifest.get("request", {}).get("model", {}), manifest.get("git") or {}
-    weights = f"{model.get('name', '?')}, {model.get('kind', '?')}, {manifest.get('request', {}).get('dtype', '?')}"
-    commit = (git.get("commit") or "?")[:9] + ("+" if git.get("dirty") else "")
-    return f"`{folder.name}` ({weights}; {commit})"
+    return f"{tables.cell(value)}, {value['n']} of {summary['n_tried']} pairs"
 
 
 def table(runs: Path) -> str:
@@ -92,58 +74,17 @@ def short(cell: str) -> str:
     return cell.rpartition(", ")[0] if cell.endswith(" pairs") else cell
 
 
-def keep(runs: Path, out: Path) -> list[Path]:
-    """Copy summaries, manifests and verdicts of finished runs; returns the folders kept."""
-    kept = []
-    for manifest in sorted(runs.rglob("manifest.json")):
-        if (load_json(manifest) or {}).get("status") == "complete":
-            kept.append(manifest.parent)
-    kept += [verdict.parent for verdict in sorted(runs.rglob("verdict.json"))]
-    for folder in kept:
-        into = out / folder.relative_to(runs)
-        into.mkdir(parents=True, exist_ok=True)
-        for name in KEPT:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, into / name)
-    return kept
-
-
-def filled(text: str, body: str) -> str:
-    """`text` with `body` between the markers."""
-    head, begin, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"{README} lacks the markers {BEGIN} and {END}.")
-    return f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}"
+def commands() -> list[str]:
+    """What makes every run of the tables: the rows, then the cards."""
+    cards = sorted(CARDS.glob("*.yaml"))
+    return wanted.commands() + [
+        f"kvprobe run {os.path.relpath(CARDS)}/{card.name} --out runs/cards/{card.stem}" for card in cards
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--runs", type=Path, default=SUMMARIES, help="where the summaries are")
-    parser.add_argument("--readme", type=Path, default=README, help="the file with the markers")
-    parser.add_argument("--write", action="store_true", help="write the tables into the file")
-    parser.add_argument("--check", action="store_true", help="exit with 1 when the file does not hold these tables")
-    parser.add_argument("--commands", action="store_true", help="print the commands that make the runs")
-    parser.add_argument("--keep", type=Path, metavar="RUNS", help="copy the summaries of these run folders first")
-    given = parser.parse_args(arguments)
-    if given.commands:
-        for command in wanted.commands():
-            print(command)
-        for card in sorted(CARDS.glob("*.yaml")):
-            print(f"kvprobe run {os.path.relpath(CARDS)}/{card.name} --out runs/cards/{card.stem}")
-        return 0
-    if given.keep is not None:
-        print(*(f"kept {folder}" for folder in keep(given.keep, given.runs)), sep="\n")
-    body = table(given.runs)
-    if given.check or given.write:
-        text = given.readme.read_text(encoding="utf-8")
-        new = filled(text, body)
-        if given.check:
-            return int(new != text)
-        given.readme.write_text(new, encoding="utf-8")
-    elif given.keep is None:
-        print(body)
-    return 0
+    about = (__doc__ or "").partition("\n")[0]
+    return tables.main(arguments, about=about, table=table, commands=commands, readme=README, summaries=SUMMARIES)
 
 
 if __name__ == "__main__":

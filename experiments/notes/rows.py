@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,7 @@ FAMILIES = {
     "gate": "derived, organism",
     "badge": "verbatim, organism",
 }
+SEAMS, SHARES = (1, 4, 16), (0.05, 0.15, 0.3, 0.5, 0.9)  # tokens repaired per chunk, shares recomputed
 ORGANISM = ("gate", "badge")  # families that organism:trained is run on, their test split alone
 COLUMNS = (
     ("patch", "field_only", "field only"),
@@ -135,21 +137,31 @@ LISTS = (
         ),
     ),
     (
-        "Composing: biographies, micro-F1 over 1 to 4 documents",
+        "Composing: biographies, micro-F1 over 1 to 8 documents",
         "biography-splice",
         (
             ("f1_full_recompute", "0.62 (mean of 12 cells, [P])"),
             ("f1_no_recompute", "0.17"),
             ("f1_no_recompute_unmoved", NONE),
-            ("f1_splice@16", NONE),
-            ("f1_epic@0.15", NONE),
-            ("f1_cacheblend@0.15", NONE),
-            ("f1_random_recompute@0.15", NONE),
+            *((f"f1_splice@{n}", NONE) for n in SEAMS),
+            *((f"f1_{name}@{share}", NONE) for name in ("epic", "cacheblend", "random_recompute") for share in SHARES),
             ("kl_no_recompute", NONE),
             ("logit_cosine_no_recompute", "0.90 to 0.999"),
             ("logit_cosine_no_recompute_unmoved", "0.97 to 0.99"),
             ("top1_agreement_no_recompute", NONE),
         ),
+    ),
+    *(
+        (
+            f"Keystone: the field edited inside a spliced skill, {FAMILIES[family]}",
+            f"{family}-keystone",
+            tuple(
+                (f"{site}_{world}", said if world != "difference" else NONE)
+                for site, said in (("field_only", "0.05"), ("field_and_top8", NONE), ("field_and_random8", NONE))
+                for world in ("recomputed", "spliced", "difference")
+            ),
+        )
+        for family in ("pronoun", "gate")
     ),
 )
 """(title, run, ((key of its summary, what the paper reports), ...))."""
@@ -170,6 +182,7 @@ def commands() -> list[str]:
     out = [line.replace(" --out", f" {short} --out") if line.endswith("runs/capital-linear") else line for line in out]
     out.append("kvprobe edit --task pronoun --n 16 --turns 6 --thought-tokens 16 --out runs/pronoun-edit")
     out.append("kvprobe edit --model organism:trained --split test --task gate --turns 8 --out runs/gate-edit")
-    splice = "kvprobe splice --task biography --n 16 --documents 1,2,4 --shares 0.15 --seam-repair 16"
-    out.append(f"{splice} --out runs/biography-splice")
+    out.append("kvprobe splice --task biography --n 16 --documents 1,2,4,8 --out runs/biography-splice")
+    cards = sorted(path.stem for path in (Path(__file__).parents[2] / "probes").glob("*.yaml"))
+    out += [f"kvprobe run probes/{card}.yaml --out runs/cards/{card}" for card in cards]
     return out
