@@ -127,7 +127,7 @@ def test_in_float32_it_agrees_as_well(make: Maker, few: list[Pair]) -> None:
     options = {"views": ("position",), "parts": ("kv",), **LENIENT}
     ours, theirs = (f(model, few, **options).frame for f in (probes.local_patching, adapter.local_patching))
     measured = (ours["view"] != "control").to_numpy()
-    np.testing.assert_allclose(theirs["value"][measured], ours["value"][measured], rtol=0, atol=1e-4)
+    np.testing.assert_allclose(theirs["value"][measured], ours["value"][measured], rtol=1e-4, atol=1e-4)
 
 
 def test_a_model_that_nnsight_opened_is_run_as_if_it_were_remote(
