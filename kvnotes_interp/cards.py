@@ -43,6 +43,8 @@ Probe = Literal[
     "attention_deviation",
     "edit_frontier",
     "splice_quality",
+    "compaction_quality",
+    "compaction_survival",
 ]
 PROBES: tuple[str, ...] = get_args(Probe)
 Outcome = Literal["holds", "fails", "undecided"]

@@ -24,9 +24,9 @@ from tests.results.factory import make_result
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "transformers", "pandas", "plotly", "sklearn", "pyarrow", "numpy", "scipy")
 COMMANDS = (
-    *("patch", "suffix", "linear", "ablate", "deviate", "splice", "edit"),
+    *("patch", "suffix", "linear", "ablate", "deviate", "splice", "edit", "keystone", "compact", "survive"),
     *("run", "check", "calibrate", "models", "tasks", "show"),
-    *("compile", "train"),
+    *("compile", "stream", "train"),
 )
 
 ONLY_HERE = {

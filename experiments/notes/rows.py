@@ -183,6 +183,8 @@ def commands() -> list[str]:
     out.append("kvprobe edit --task pronoun --n 16 --turns 6 --thought-tokens 16 --out runs/pronoun-edit")
     out.append("kvprobe edit --model organism:trained --split test --task gate --turns 8 --out runs/gate-edit")
     out.append("kvprobe splice --task biography --n 16 --documents 1,2,4,8 --out runs/biography-splice")
+    out.append("kvprobe keystone --task pronoun --out runs/pronoun-keystone")
+    out.append("kvprobe keystone --model organism:trained --split test --task gate --n 32 --out runs/gate-keystone")
     cards = sorted(path.stem for path in (Path(__file__).parents[2] / "probes").glob("*.yaml"))
     out += [f"kvprobe run probes/{card}.yaml --out runs/cards/{card}" for card in cards]
     return out

@@ -2,19 +2,19 @@
 
 Exit codes: 0 fine, 1 a control failed, 2 wrong use. Heavy imports stay inside functions so that --help is quick.
 One file per kind of command: `probes.py` (one small function per probe), `library.py` (models, tasks, runs),
-`compile.py` (documents to caches), `training.py` (training a Writer).
+`compile.py` (documents to caches), `stream.py` (a text in a cache of constant size), `training.py` (training a Writer).
 """
 
 from __future__ import annotations
 
 import sys
 
-from kvnotes_interp.cli import compile, library, probes, training
+from kvnotes_interp.cli import compile, library, probes, stream, training
 from kvnotes_interp.cli.app import app
 from kvnotes_interp.cli.printing import say
 from kvnotes_interp.errors import KVNotesError
 
-__all__ = ["app", "compile", "library", "main", "probes", "training"]
+__all__ = ["app", "compile", "library", "main", "probes", "stream", "training"]
 
 
 def main() -> None:

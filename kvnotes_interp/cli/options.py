@@ -21,6 +21,8 @@ ABLATIONS = ("resample", "mean", "zero")
 ROWS = ("terminal", "suffix", "answer")
 BLOCKS = ("sentences", "documents")
 TAILS = ("last", "suffix")
+SLIDING = ("keep", "compact")
+COMPACTORS = "random@4,streaming,key_norm,h2o,snapkv,attention_matching"
 RANKINGS = (
     "causal",
     "kv_change",
@@ -101,6 +103,8 @@ SpliceOperators = Annotated[
 Documents = Annotated[str, _option(_PAIRS, "Numbers of documents.", metavar="LIST")]
 SpliceShares = Annotated[str, _option(_EDITS, "Of the tokens recomputed.", "--shares", metavar="LIST")]
 SeamRepair = Annotated[str, _option(_EDITS, "First tokens of each chunk recomputed.", metavar="LIST")]
+OneSeam = Annotated[str, _option(_EDITS, "First tokens of the spliced skill recomputed; all: every one.", metavar="N")]
+KeystoneKs = Annotated[str, _option(_EDITS, "Positions behind the field that are patched with it.", metavar="LIST")]
 Ks = Annotated[str, _option(_EDITS, "Positions recomputed besides the field, for each ranking.", metavar="LIST")]
 Rankings = Annotated[
     str,
@@ -118,6 +122,15 @@ ThoughtTokens = Annotated[
 ]
 Temperature = Annotated[float, _option(_EDITS, "Of the chain of thought; 0 is greedy.", metavar="X", min=0.0)]
 Turns = Annotated[int, _option(_EDITS, "Also toggle the field so many times, by errata alone.", metavar="N", min=0)]
+Compactors = Annotated[
+    str, _option(_EDITS, "Ways to compact: snapkv, NAME@VALUE, still@DIR; random slots in any case.", metavar="LIST")
+]
+Ratios = Annotated[str, _option(_EDITS, "Slots before over slots after.", metavar="LIST")]
+Sliding = Annotated[str, _option(_EDITS, "Layers of a short window: keep (whole), compact.", metavar="NAME")]
+QueryAware = Annotated[bool, _option(_EDITS, "Show compactors that observe the question.", "--query-aware")]
+Wording = Annotated[str, _option(_EDITS, "Of the erratum.", metavar="NAME")]
+MaxNewTokens = Annotated[int, _option(_RUN, "Greedy tokens per answer.", metavar="N", min=1)]
+Timing = Annotated[int, _option(_RUN, "Rounds of timing; 0 for none.", metavar="N", min=0)]
 Out = Annotated[Path | None, _option(_RUN, "Run folder: table, manifest, figures.", metavar="DIR")]
 Resume = Annotated[bool, _option(_RUN, "Go on with a killed run in --out.", "--resume")]
 AsJson = Annotated[bool, _option(_RUN, "The summary as JSON, and nothing else, on standard output.", "--json")]

@@ -194,6 +194,13 @@ def splice(
     }
 
 
+@probe_command("edit_in_splice", n=16)
+def keystone(ks: opt.KeystoneKs = "8,32", draws: opt.Draws = 3, seam_repair: opt.OneSeam = "0") -> dict[str, Any]:
+    """Keystone: does an edit inside a spliced skill do what it does inside a recomputed one?"""
+    tokens = "all" if seam_repair == "all" else opt.numbers("--seam-repair", seam_repair, int)[0]
+    return {"ks": opt.numbers("--ks", ks, int), "draws": draws, "seam_repair": tokens}
+
+
 @probe_command("edit_frontier")
 def edit(
     ks: opt.Ks = "1,2,4,8,16",
@@ -216,6 +223,49 @@ def edit(
     }
 
 
+@probe_command("compaction_quality", task="biography", n=16)
+def compact(
+    compactors: opt.Compactors = opt.COMPACTORS,
+    ratios: opt.Ratios = "2,4,8,16",
+    sliding: opt.Sliding = "keep",
+    query_aware: opt.QueryAware = False,
+    max_new_tokens: opt.MaxNewTokens = 8,
+    timing: opt.Timing = 1,
+) -> dict[str, Any]:
+    """Compaction: answers from compact caches, against the full one, and what they cost. Document questions."""
+    return {
+        **_compacting(compactors, ratios, sliding),
+        "query_aware": query_aware,
+        "max_new_tokens": max_new_tokens,
+        "timing": timing,
+    }
+
+
+@probe_command("compaction_survival", task="gate,badge")
+def survive(
+    compactors: opt.Compactors = opt.COMPACTORS,
+    ratios: opt.Ratios = "2,4,8,16",
+    sliding: opt.Sliding = "keep",
+    wording: opt.Wording = "override",
+    draws: opt.LinearDraws = 2,
+) -> dict[str, Any]:
+    """What survives compaction: decisions, edits, notes against facts. --task may name several families."""
+    return {**_compacting(compactors, ratios, sliding), "wording": wording, "draws": draws}
+
+
+def _compacting(compactors: str, ratios: str, sliding: str) -> dict[str, Any]:
+    from kvnotes_interp.operators import eviction
+
+    names = tuple(word.strip() for word in compactors.split(",") if word.strip())
+    for name in names:
+        eviction.find(name)
+    chosen = {
+        "ratios": opt.numbers("--ratios", ratios, float),
+        "sliding": opt.choice("--sliding", sliding, opt.SLIDING),
+    }
+    return {"compactors": names, **chosen}
+
+
 def _making(operator: str | None, blocks: str, tail: str) -> dict[str, Any]:
     if operator is not None:
         from kvnotes_interp import operators
@@ -232,11 +282,14 @@ def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> No
 
     chosen = opt.task_options(given.task_option)
     documents = (*library.documents.names(), *library.documents.names_from_files())
-    if probe == "splice_quality" and given.task not in documents:
-        raise InputError(f'--task "{given.task}": splice answers document questions; use {", ".join(documents)}.')
+    asks = {"splice_quality": "splice", "compaction_quality": "compact"}.get(probe)
+    if asks and given.task not in documents:
+        raise InputError(f'--task "{given.task}": {asks} answers document questions; use {", ".join(documents)}.')
     if probe == "splice_quality":  # every question must hold as many documents as the largest number asked for
         chosen.setdefault("documents", max(options["documents"]))
-    items: Any = library.load_items(given.task, n=given.n, seed=given.seed, split=given.split, **chosen)
+    names = given.task.split(",") if probe == "compaction_survival" else [given.task]
+    drawn = {"n": given.n, "seed": given.seed, "split": given.split, **chosen}
+    items: Any = [item for name in names for item in library.load_items(name.strip(), **drawn)]
     where = {"device": given.device, "dtype": given.dtype, "revision": given.revision}
     if options.pop("dry_run", False):
         from kvnotes_interp import dryrun

@@ -66,12 +66,12 @@ def check_readout(readout: str) -> str:
     return readout
 
 
-def quality(result: Result, readout: str, by: list[str]) -> pd.DataFrame:
+def quality(result: Result, readout: str, by: list[str], *, view: str = "quality") -> pd.DataFrame:
     """Mean of a readout per group, with its interval over contents; micro-F1 is pooled over the group.
 
     Columns: those of `by`, mean, low, high, n (questions), n_effective (contents).
     """
-    frame = result.frame[result.frame["view"] == "quality"]
+    frame = result.frame[result.frame["view"] == view]
     if readout != "micro_f1":
         return mean_by(frame[frame["readout"] == readout], by)
     names = list(dict.fromkeys(["pair", "content", "site", *by]))

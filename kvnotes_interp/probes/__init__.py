@@ -1,6 +1,7 @@
 """Probes: a table over interventions x readouts, with its controls. One probe, one small file or folder."""
 
 from kvnotes_interp.probes.circuit import circuit_ablation, dissociation
+from kvnotes_interp.probes.compaction import compaction_quality, compaction_survival
 from kvnotes_interp.probes.concentration import suffix_concentration
 from kvnotes_interp.probes.deviation import attention_deviation
 from kvnotes_interp.probes.editing import edit_frontier
@@ -13,6 +14,8 @@ __all__ = [
     "apply_probe",
     "attention_deviation",
     "circuit_ablation",
+    "compaction_quality",
+    "compaction_survival",
     "dissociation",
     "edit_frontier",
     "edit_in_splice",

@@ -18,6 +18,7 @@ from kvnotes_interp.model import Model
 from kvnotes_interp.operators.blocks import cut_texts
 from kvnotes_interp.plots import splice_documents, splice_share, splice_ttft
 from kvnotes_interp.plots import splicing as shared
+from kvnotes_interp.probes.answering import answer_words
 from kvnotes_interp.probes.splicing import measure as splicing_measure
 from kvnotes_interp.probes.splicing import quality as splicing
 from kvnotes_interp.probes.splicing.quality import arms_of, cut_down, splice_quality
@@ -168,8 +169,8 @@ def test_micro_f1_is_that_of_the_whole_corpus(questions: list[Question], result:
     [(" a big dog", (" dog",)), ("", (" dog",)), (" St. Louis", (" Paris", " St Louis MO")), (" the", (" a",))],
 )
 def test_answer_words_pool_to_micro_f1(text: str, answers: tuple[str, ...]) -> None:
-    common, words = splicing_measure.answer_words(text, answers)
-    more = splicing_measure.answer_words(" red cat", (" cat",))
+    common, words = answer_words(text, answers)
+    more = answer_words(" red cat", (" cat",))
     want = metrics.micro_f1([text, " red cat"], [answers, (" cat",)])
     assert (common + more[0]) / (words + more[1]) == pytest.approx(want)
 

@@ -11,16 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
-from kvnotes_interp import compat, engine, metrics, operators
+from kvnotes_interp import compat, engine, operators
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.errors import ControlError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators import Operator, attach
 from kvnotes_interp.operators.made import Compiled, Made
-from kvnotes_interp.probes.greedy import greedy_answer
+from kvnotes_interp.probes.answering import (
+    Arm,
+    answer_on,
+    in_two_passes,
+    logits_on,
+    margin,
+    quality,
+    question_line,
+    rivals_of,
+    rounding,
+    wait,
+)
 from kvnotes_interp.probes.items import Item
 from kvnotes_interp.tasks.documents.question import Question
 
@@ -28,14 +37,6 @@ if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
 FULL, UNMOVED = "full_recompute", "no_recompute_unmoved"
-
-
-@dataclass(frozen=True)
-class Arm:
-    """What one cache made the model say: logits `[token]` at the suffix's last token, and the greedy answer."""
-
-    logits: Float[Tensor, " token"]
-    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Measure:
 
     def __call__(self, item: Item, question: Question) -> tuple[pd.DataFrame, dict[str, Any]]:
         ready = self.compiled(item)
-        rivals = self._rivals(item, question)
+        rivals = rivals_of(self.model, item, question)
         made = self.run(FULL, item, ready)
         full = self.look(item, made.cache)
         tables: list[pd.DataFrame] = []
@@ -60,15 +61,15 @@ class Measure:
             here = made if name == FULL else self.run(name, item, ready)
             arm = full if name == FULL else self.look(item, here.cache)
             unmoved = arm if name == UNMOVED else unmoved
-            rows = [*self.quality(item, arm, full, rivals), *self.cost(item, here)]
+            rows = [*quality(item, arm, full, rivals), *self.cost(item, here)]
             tables.append(self.named(item, question, name, rows))
         controls, noise = self.controls(item, made.cache, full, unmoved, ready[""])
         tables.append(self.named(item, question, FULL, controls).assign(site=[row["site"] for row in controls]))
         tables += [self.named(item, question, name, rows) for name, rows in self.times(item, ready).items()]
-        margin = _margin(full.logits, item.answer[0], rivals)
-        least = max(self.competence.min_gap, self.competence.min_gap_noise * noise)
-        table = pd.concat(tables, ignore_index=True)
-        return table, self.line(item, question, full, margin=margin, least=least, noise=noise)
+        ahead = margin(full.logits, item.answer[0], rivals)
+        answered = ahead >= max(self.competence.min_gap, self.competence.min_gap_noise * noise)
+        line = question_line(item, question, full, full_margin=ahead, answered=answered, noise=noise)
+        return pd.concat(tables, ignore_index=True), line
 
     def compiled(self, item: Item) -> dict[str, Compiled]:
         """What was compiled beforehand, by who compiled it: the plain model (""), or the Writer of a folder."""
@@ -81,37 +82,9 @@ class Measure:
         options = {"compiled": ready.get(operator.adapter), "seed": self.seed}
         return operator(self.model, item.blocks, **{k: v for k, v in options.items() if operator.takes(k)})
 
-    def look(self, item: Item, cache: KVCache, *, answer: bool = True) -> Arm:
-        """Run the suffix on a cache: logits at its end and, if asked, the greedy answer."""
-        grown, hidden = engine.extend(self.model, cache, item.blocks.suffix)
-        logits = compat.unembed(self.model.hf, hidden[:, -1])[0].cpu()
-        if not answer:
-            return Arm(logits)
-        first = int(logits.argmax())
-        text = greedy_answer(self.model, grown, first, stops=item.stops, max_new_tokens=self.max_new_tokens)
-        return Arm(logits, text)
-
-    def quality(self, item: Item, arm: Arm, full: Arm, rivals: list[int]) -> list[dict[str, Any]]:
-        """Rows of the answer and of the distances to full recompute."""
-        common, words = answer_words(arm.text, item.answers)
-        right = item.answer[0]
-        found = {
-            "exact_match": float(metrics.exact_match(arm.text, item.answers)),
-            "token_f1": metrics.token_f1(arm.text, item.answers),
-            "f1_common": float(common),
-            "f1_words": float(words),
-            "same_answer": float(metrics.normalised(arm.text) == metrics.normalised(full.text)),
-            "first_token": float(int(arm.logits.argmax()) == right),
-            "margin": _margin(arm.logits, right, []),
-            "kl": float(metrics.kl_divergence(full.logits, arm.logits)),
-            "top1_agreement": float(metrics.agreement(full.logits, arm.logits)),
-            "logit_cosine": float(metrics.logit_cosine(full.logits, arm.logits)),
-        }
-        if rivals:
-            found["margin_distractors"] = _margin(arm.logits, right, rivals)
-        rows = [{"view": "quality", "readout": name, "value": value} for name, value in found.items()]
-        rows[0]["token"] = arm.text
-        return rows
+    def look(self, item: Item, cache: KVCache) -> Arm:
+        """Run the suffix on a cache: logits at its end, and the greedy answer."""
+        return answer_on(self.model, item, cache, item.blocks.suffix, max_new_tokens=self.max_new_tokens)
 
     def cost(self, item: Item, made: Made) -> list[dict[str, Any]]:
         whole = item.blocks.n_context * self.model.shape.n_layers
@@ -130,7 +103,7 @@ class Measure:
         for turn in range(self.timing):
             rng = Random(f"{self.seed}|{item.key}|{turn}")
             for name in rng.sample(sorted(self.arms), len(self.arms)):
-                _wait(self.model.device)
+                wait(self.model.device)
                 start = time.perf_counter()
                 _, hidden = engine.extend(self.model, self.run(name, item, ready).cache, item.blocks.suffix)
                 int(compat.unembed(self.model.hf, hidden[:, -1])[0].argmax())
@@ -149,7 +122,7 @@ class Measure:
     ) -> tuple[list[dict[str, Any]], float]:
         """Rows of the four controls, and the noise floor in logits. Raises ControlError on the first that fails."""
         repaired = operators.find("splice@all")(self.model, item.blocks, compiled=ready).cache
-        noise = self._gap(item, self._in_two_passes(item), full)
+        noise = self._gap(item, in_two_passes(self.model, item.blocks), full)
         astray = float((unmoved.logits - full.logits).abs().max())
         gaps = {
             "unmoved_keys_differ": noise / astray if astray else math.inf,
@@ -157,11 +130,9 @@ class Measure:
             "all_repaired": self._gap(item, repaired, full),
             "own_place": self._gap(item, self._spliced_where_it_stood(item, cache), full),
         }
-        eps = max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps)
-        # In 16 bits rounding alone would allow anything: a tolerance never reaches what a real misplacement does.
-        rounding = min(512 * eps * float(full.logits.abs().max()), 0.1 * astray)
-        limits = dict.fromkeys(gaps, min(max(8 * noise, rounding), 0.5 * astray))
-        limits |= {"unmoved_keys_differ": 0.1, "full_recompute_twice": rounding}
+        allowed = rounding(self.model, full, astray=astray)
+        limits = dict.fromkeys(gaps, min(max(8 * noise, allowed), 0.5 * astray))
+        limits |= {"unmoved_keys_differ": 0.1, "full_recompute_twice": allowed}
         for name, gap in gaps.items():
             if not gap <= limits[name]:
                 raise ControlError(
@@ -178,30 +149,13 @@ class Measure:
         return rows, noise
 
     def _gap(self, item: Item, cache: KVCache, full: Arm) -> float:
-        return float((self.look(item, cache, answer=False).logits - full.logits).abs().max())
-
-    def _in_two_passes(self, item: Item) -> KVCache:
-        """Full recompute cut where the first chunk begins, or behind it if it begins the prompt."""
-        start, stop = item.blocks.spans[0]
-        context = item.blocks.context
-        cut = start or stop
-        return engine.extend(self.model, engine.prefill(self.model, context[:cut]), context[cut:])[0]
+        return float((logits_on(self.model, cache, item.blocks.suffix) - full.logits).abs().max())
 
     def _spliced_where_it_stood(self, item: Item, cache: KVCache) -> KVCache:
         """The last chunk cut out of the full cache, turned to 0, 1, ... and spliced behind its own prefix."""
         start, stop = item.blocks.spans[-1]
         chunk = cache[start:stop].placed(torch.arange(stop - start))
         return attach(self.model, cache[:start], chunk).cache
-
-    def _rivals(self, item: Item, question: Question) -> list[int]:
-        """First tokens of the distractors that differ from the right one's, as they follow the prompt."""
-        found = []
-        for text in question.distractors:
-            joint = self.model.tokenizer(question.suffix + text, add_special_tokens=False)["input_ids"]
-            alone = self.model.tokenizer(question.suffix, add_special_tokens=False)["input_ids"]
-            if joint[: len(alone)] == alone and len(joint) > len(alone):
-                found.append(int(joint[len(alone)]))
-        return sorted(set(found) - {item.answer[0]})
 
     def named(self, item: Item, question: Question, arm: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
         operator = self.arms[arm]
@@ -224,30 +178,6 @@ class Measure:
         }
         return pd.DataFrame([{**about, **row} for row in rows])
 
-    def line(
-        self, item: Item, question: Question, full: Arm, *, margin: float, least: float, noise: float
-    ) -> dict[str, Any]:
-        """The question's line in the pairs table. Every question counts; `answered` says what full recompute knew."""
-        return {
-            "pair": item.key,
-            "content": item.content,
-            "family": item.family,
-            "kind": item.kind,
-            "split": item.split,
-            "competent": True,
-            "reason": "",
-            "length": len(item.blocks),
-            "answer_old": item.answers[0],
-            "answered": margin >= least,
-            "full_answer": full.text,
-            "full_margin": margin,
-            "noise": noise,
-            "documents": len(item.blocks.chunks),
-            "gold": list(question.gold),
-            "chunk_starts": [start for start, _ in item.blocks.spans],
-            "tokens": list(item.tokens),
-        }
-
 
 _ABOUT = {
     "full_recompute_twice": "the largest logit gap of one pass against two",
@@ -255,22 +185,3 @@ _ABOUT = {
     "own_place": "the largest logit gap of a chunk spliced where it stood",
     "unmoved_keys_differ": "the noise over the effect of keys that were not moved",
 }
-
-
-def answer_words(text: str, answers: tuple[str, ...]) -> tuple[int, int]:
-    """(twice the words in common, words of both) with the best of `answers`: micro-F1 is the ratio of their sums."""
-    best = max(answers, key=lambda one: metrics.token_f1(text, one))
-    words = len(metrics.normalised(text).split()) + len(metrics.normalised(best).split())
-    return round(metrics.token_f1(text, best) * words), words  # F1 = 2 common / words
-
-
-def _margin(logits: Float[Tensor, " token"], right: int, rivals: list[int]) -> float:
-    """Logit of the right token over the best of `rivals`, or over all others where there are none."""
-    others = logits.clone()
-    others[right] = -math.inf
-    return float(logits[right] - (others[rivals].max() if rivals else others.max()))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

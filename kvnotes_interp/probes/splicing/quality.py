@@ -22,11 +22,11 @@ import pandas as pd
 import torch
 
 from kvnotes_interp import operators as library
-from kvnotes_interp.engine.budget import default_budget, readable
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators import Operator
-from kvnotes_interp.probes.items import Item, fingerprint, items_of
+from kvnotes_interp.probes.answering import check_memory
+from kvnotes_interp.probes.items import fingerprint, items_of
 from kvnotes_interp.probes.splicing.measure import Measure
 from kvnotes_interp.probes.splicing.summary import summarise
 from kvnotes_interp.progress import Bar
@@ -132,7 +132,8 @@ def splice_quality(
             **vars(competence),
         },
     }
-    _check_budget(model, found, memory_budget, writers=len(set(writers.values())))
+    # The compiled ones (by the model and by each Writer), full recompute's, an operator's, and two in the making.
+    check_memory(model, found, memory_budget, caches=5 + len(set(writers.values())))
     measure = Measure(model, arms, max_new_tokens, timing, seed, competence)
     machine = {"device": str(model.device), "dtype": request["dtype"], "threads": torch.get_num_threads()}
     with Run.open(out, request=request, extra={"machine": machine}, resume=resume) as run:
@@ -211,22 +212,3 @@ def cut_down(
             line = {"pair": key, "content": question.content, "family": question.family, "kind": "question"}
             aside.append({**line, "split": question.split, "competent": False, "reason": reason, "documents": n})
     return out, aside
-
-
-def _check_budget(model: Model, items: Sequence[Item], budget: int | None, *, writers: int = 0) -> None:
-    """Refuse a question whose caches do not fit.
-
-    Those are the compiled ones (by the model and by each of the `writers`), full recompute's, an operator's, and two in
-    the making.
-    """
-    if not items:
-        return
-    longest = max(len(item.blocks) for item in items)
-    caches = 5 + writers
-    need = caches * model.shape.kv_bytes(longest, bytes_per_number=model.dtype.itemsize)
-    limit = default_budget(model.device) if budget is None else budget
-    if need > limit:
-        raise InputError(
-            f"the longest question has {longest} tokens, and {caches} caches of it take {readable(need)}, more than "
-            f"the memory budget of {readable(limit)}. Take fewer documents, or a larger memory_budget."
-        )

@@ -1,0 +1,146 @@
+"""Compaction quality: what a cache answers after compaction, against the full one, and what the compaction costs.
+
+For every question the cache of prefix and documents is compacted by every compactor to every ratio, and the question is
+run on what is left. The full cache is the ceiling, the prompt without documents the floor, random slots are what any
+choice must beat. (Still, arXiv 2606.07878; the compactors' own papers are named where they are registered.)
+
+What this does not prove: that a cache which answers holds what its source held: a question asks for one thing. Nor
+which compactor is best elsewhere: the order changes with model, task and length. Times are those of this run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import torch
+
+from kvnotes_interp.errors import InputError
+from kvnotes_interp.metrics import Competence
+from kvnotes_interp.operators.eviction.compacted import Sliding
+from kvnotes_interp.probes.answering import check_memory
+from kvnotes_interp.probes.compaction.measure import Measure
+from kvnotes_interp.probes.compaction.points import COMPACTORS, RATIOS, Compacting, points_of, trained
+from kvnotes_interp.probes.compaction.summary import summarise
+from kvnotes_interp.probes.items import fingerprint, items_of
+from kvnotes_interp.progress import Bar
+from kvnotes_interp.results import Result, Run
+from kvnotes_interp.results.tables import PAIR_COLUMNS
+from kvnotes_interp.tasks.documents.question import Question
+
+if TYPE_CHECKING:
+    from kvnotes_interp.model import Model
+
+
+def compaction_quality(
+    model: Model,
+    questions: Sequence[Question],
+    *,
+    compactors: Sequence[str] = COMPACTORS,
+    ratios: Sequence[float] = RATIOS,
+    sliding: Sliding = "keep",
+    query_aware: bool = False,
+    max_new_tokens: int = 8,
+    timing: int = 1,
+    seed: int = 0,
+    min_gap: float = 0.25,
+    min_gap_noise: float = 50.0,
+    out: str | Path | None = None,
+    resume: bool = False,
+    memory_budget: int | None = None,
+    progress: bool = True,
+) -> Result:
+    """Answer questions from compact caches.
+
+    Args:
+        questions: from `tasks.documents.load`, each with all of its documents.
+        compactors: names of `operators.eviction.COMPACTORS`, NAME@VALUE with its one option set, still@FOLDER for a
+            trained one. Random slots ("random@4", the sink spared) are run in any case.
+        ratios: slots before over slots after, above 1.
+        sliding: "keep" layers whole whose window is shorter than the context, or "compact" them too.
+        query_aware: show the question to the compactors that observe tokens (H2O, SnapKV, Attention Matching); else
+            they see the context alone, as a cache is compacted before anyone asks.
+        max_new_tokens: greedy tokens per answer.
+        timing: rounds of timing, interleaved in random order, the prefill among them; 0 for none. Times differ from run
+            to run, all else does not.
+        min_gap, min_gap_noise: the full cache *answers* a question when it prefers the right first token to the
+            distractors' (to all others where there are none) by this much, in logits and in noise floors. All questions
+            count for quality; `kept` is over the answered ones.
+        seed: of random slots and intervals. memory_budget: bytes for one question's caches.
+        out, resume, progress: as in `local_patching`.
+
+    The frame has one row per (question, arm, readout); arms are "full", "no_context" and NAME_RATIOx, with the columns
+    `compactor`, `ratio`, `size` (tokens of prefix and documents) and `position` (slot of the first supporting
+    document). Views: "compaction" (the answers); "cost" (slots, bytes, share of the full cache's bytes, layer-tokens
+    observed over a prefill's); "time" (seconds to compact, and over the seconds of the prefill).
+
+    Controls, per question: the full cache in two passes; a budget of all slots equals the full cache, for every
+    compactor; leaving the documents out must change the logits by far more than the noise.
+
+    Raises:
+        InputError: unknown compactor or option, no question, caches that exceed the memory budget.
+        ControlError: a control failed; its numbers mean nothing.
+    """
+    points = points_of(compactors, ratios)
+    for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("timing", timing, 0)):
+        if value < least:
+            raise InputError(f"{name}={value}: give at least {least}.")
+    competence = Competence(min_gap, min_gap_noise)
+    found, aside = items_of(model, questions)
+    by_key = {question.key: question for question in questions}
+    written = trained(points)
+    request = {
+        "probe": "compaction_quality",
+        "model": model.source.to_dict(),
+        "model_id": model.model_id,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "tasks": sorted({question.family for question in questions}),
+        "n": len(questions),
+        "pairs_sha256": fingerprint(questions),
+        "options": {
+            "compactors": list(dict.fromkeys(point.compactor.name for point in points)),
+            "ratios": list(dict.fromkeys(point.ratio for point in points)),
+            **({"adapters": written} if written else {}),
+            "sliding": sliding,
+            "query_aware": query_aware,
+            "max_new_tokens": max_new_tokens,
+            "timing": timing,
+            "seed": seed,
+            **vars(competence),
+        },
+    }
+    # The full one, one in two passes, two in the making, and every compact one.
+    check_memory(model, found, memory_budget, caches=4 + sum(1 / point.ratio for point in points))
+    measure = Measure(Compacting(model, sliding, seed), points, query_aware, max_new_tokens, timing, competence)
+    machine = {"device": str(model.device), "dtype": request["dtype"], "threads": torch.get_num_threads()}
+    with Run.open(out, request=request, extra={"machine": machine}, resume=resume) as run:
+        if run.complete:
+            return run.result()
+        with Bar(total=len(found), description="compacting", enabled=progress) as bar:
+            for item in found:
+                if not run.done("pairs", item.key):
+                    table, line = measure(item, by_key[item.key])
+                    run.put("rows", item.key, table)
+                    # The question's own line comes last: it says that the question is done.
+                    run.put("pairs", item.key, pd.DataFrame([line]), columns=PAIR_COLUMNS)
+                bar.advance()
+        keys = [item.key for item in found]
+        frame = run.stage("rows", keys)
+        tried = run.stage("pairs", keys) if keys else pd.DataFrame(columns=list(PAIR_COLUMNS))
+        if aside:
+            tried = pd.concat([tried, pd.DataFrame(aside)], ignore_index=True)
+        noise = frame.loc[(frame["view"] == "control") & (frame["site"] == "noise_floor"), "value"]
+        summary = summarise(
+            frame,
+            tried,
+            model=model.name,
+            points=[point.name for point in points],
+            query_aware=query_aware,
+            seed=seed,
+        )
+        return run.finish(
+            frame=frame, pairs=tried, summary=summary, noise_floor=None if noise.empty else float(noise.max())
+        )
