@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvnotes_interp.checks import CheckReport
+
+
+_ELSEWHERE = ("_name_or_path", "transformers_version")  # in a config, and no property of the model
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +133,9 @@ def load(
 
 
 def _model_id(hf: PreTrainedModel, source: sources.ModelSource) -> str:
-    digest = hashlib.sha256(compat.text_config(hf).to_json_string(use_diff=False).encode())
+    # Not where the files lie, nor which version read them: the same weights are the same model on every machine.
+    about = {k: v for k, v in compat.text_config(hf).to_dict().items() if k not in _ELSEWHERE}
+    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
     embedding = next(hf.get_input_embeddings().parameters())
     for weight in (embedding, *compat.layers(hf)[-1].parameters()):
         row = weight.detach().flatten()[:64].float().cpu()

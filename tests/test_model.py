@@ -8,7 +8,9 @@ import torch
 import kvnotes_interp as kv
 from kvnotes_interp import checks, compat, rope
 from kvnotes_interp.errors import UnsupportedError
+from kvnotes_interp.model import wrap
 from kvnotes_interp.rope import LayerRope, RopeGeometry
+from kvnotes_interp.sources import ModelSource
 from tests.architectures import ARCHITECTURES, REFUSED, build
 from tests.tiny import tiny
 
@@ -29,6 +31,14 @@ def test_what_cannot_be_supported_is_refused_by_name(name: str) -> None:
     text = str(error.value)
     assert type(hf).__name__ in text or "failed" in text
     assert len(text) > 60, "the message must say why"
+
+
+def test_a_model_is_known_again_wherever_its_files_lie() -> None:
+    here, there, other = build("llama"), build("llama"), build("llama", seed=1)
+    there.config._name_or_path, there.config.transformers_version = "/another/folder", "5.0.0"
+    source = ModelSource(name="m", kind="live")
+    assert wrap(here, None, source).model_id == wrap(there, None, source).model_id
+    assert wrap(here, None, source).model_id != wrap(other, None, source).model_id
 
 
 def test_a_wrong_geometry_fails_its_check() -> None:

@@ -45,6 +45,20 @@ def test_the_tour_runs(smollm2: Any) -> None:
     assert all(state in scores for state in ("stale", "field only", "downstream only", "oracle"))
 
 
+def test_the_learned_tour_runs() -> None:
+    from nbclient import NotebookClient
+
+    path = EXPERIMENTS / "sempic" / "tour.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(path.parent)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [o for o in outputs if o.output_type == "error"]
+    kinds = [kind for output in outputs for kind in output.get("data", {})]
+    assert kinds.count("application/vnd.plotly.v1+json") == 2  # the training and the deviation
+    answers = next(o["data"]["text/plain"] for o in outputs if "exact_match" in o.get("data", {}).get("text/plain", ""))
+    assert all(name in answers for name in ("full_recompute", "no_recompute", "sempic"))
+
+
 @pytest.fixture
 def collect(monkeypatch: pytest.MonkeyPatch) -> Any:
     path = EXPERIMENTS / "notes" / "collect.py"

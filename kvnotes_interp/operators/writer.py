@@ -269,7 +269,7 @@ def new_writer(
     if kind != "packet":
         if rank < 1:
             raise InputError(f"rank={rank}: give at least 1.")
-        settings |= {"rank": rank, "alpha": alpha, "targets": list(targets)}
+        settings |= {"rank": rank, "alpha": float(alpha), "targets": list(targets)}
         library, twin = _peft(), _twin(model)
         config = library.LoraConfig(
             r=rank, lora_alpha=alpha, target_modules=_names(twin, targets), lora_dropout=0.0, task_type="CAUSAL_LM"

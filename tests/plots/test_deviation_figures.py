@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from kvnotes_interp.errors import InputError
-from kvnotes_interp.plots import deviation, export, kv_angles, sink
+from kvnotes_interp.plots import deviation, deviation_curve, export, kv_angles, sink
 from kvnotes_interp.results import Result, Summary
 
 LAYERS, BINS = 4, 5
@@ -153,3 +153,18 @@ def test_angles_are_in_degrees_by_layer_and_part(result: Result) -> None:
     assert {trace.name for trace in fig.data if trace.name} == {
         *("no recompute, keys", "no recompute, values", "other, keys", "other, values"),
     }
+
+
+def test_the_curve_averages_layers_and_competent_prompts_and_leaves_full_recompute_out() -> None:
+    result = made()
+    table = pd.DataFrame(deviation_curve.draw(result, edge=0.2).layout.meta["table"])
+    assert set(table["site"]) == {"no_recompute", "other"}
+    # Of the five competent prompts, scale 0.01 (1 + index) and layers 1 to 4: 0.03 x 2.5 x (BINS - place).
+    curve = table[(table["drawn"] == "curve") & (table["site"] == "no_recompute")].sort_values("relative")
+    assert list(curve["mean"]) == pytest.approx([0.03 * 2.5 * (BINS - place) for place in range(BINS)])
+    assert list(curve["n"]) == [5] * BINS
+    bars = table[(table["drawn"] == "bar") & (table["site"] == "other")].set_index("region")["mean"]
+    assert [bars[region] for region in REGIONS] == pytest.approx([2 * 0.03 * (3 - i) * 1.2 for i in range(3)])
+    with pytest.raises(InputError, match=r"measured at 0\.1, 0\.2"):
+        deviation_curve.draw(result, edge=0.3)
+    assert "deviation_curve" in result.plots()

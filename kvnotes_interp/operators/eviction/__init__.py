@@ -121,6 +121,14 @@ COMPACTORS: dict[str, Compactor] = {
             "Cartridges, arXiv 2506.06266",
             "steps",
         ),
+        Compactor(
+            "still",
+            "still.operator",
+            "still",
+            "slots written by a trained Perceiver per layer: @folder",
+            "Still, arXiv 2606.07878",
+            "adapter",
+        ),
     )
 }
 

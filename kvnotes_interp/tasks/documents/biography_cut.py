@@ -1,8 +1,8 @@
 """Biographies cut behind their headings: the name stands in one document, what is said of the person in the next.
 
-Texts and people are those of `biography`, cut before a space. Every sentence begins with the same `subject`. With "name" it is the first
-name, which no two people of a question share: the document of the statements holds all that the answer needs, though
-not as the text around it would have it. With "pronoun" whom the statements are about stands in the heading alone.
+Texts and people are those of `biography`, cut before a space; every sentence begins with the same `subject`. "name" is
+the first name, which no two people of a question share: the document of the statements holds all that the answer needs,
+though not as the text around it would have it. With "pronoun" whom they are about stands in the heading alone.
 """
 
 from __future__ import annotations
