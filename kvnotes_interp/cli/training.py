@@ -1,4 +1,4 @@
-"""`kvprobe train`: a Writer is trained by distillation."""
+"""`kvprobe train`: a Writer or a compactor is trained by distillation."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from kvnotes_interp.cli.probes import check_run
 from kvnotes_interp.errors import InputError
 
 # As in operators/writer.py, which cannot be asked without importing torch; a test holds them together.
-KINDS = ("sempic", "packet", "joint")
+WRITERS = ("sempic", "packet", "joint")
+KINDS = (*WRITERS, "still")
 TARGETS = "q_proj,k_proj,v_proj,o_proj"
 
-_QUESTIONS, _WRITER, _TRAINING, _RUN = "Questions", "Writer", "Training", "Run"
+_QUESTIONS, _WRITER, _STILL, _TRAINING, _RUN = "Questions", "Writer", "Still", "Training", "Run"
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -30,7 +31,9 @@ def _number(panel: str, text: str, least: float = 1) -> Any:
 
 @app.command()
 def train(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="sempic (LoRA), packet (header and trailer), joint.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="sempic (LoRA), packet (header and trailer), joint; still.")
+    ],
     model: opt.ModelName = "smollm2-135m",
     task: Annotated[str, _option(_QUESTIONS, "Document task.", metavar="NAME")] = "biography",
     docs: Annotated[
@@ -49,6 +52,8 @@ def train(
     checkpointing: Annotated[
         bool, _option(_WRITER, "Recompute activations in backward: less memory, more time.", "--checkpointing")
     ] = False,
+    ratios: Annotated[str, _option(_STILL, "Lowest and highest ratio of tokens to slots.", metavar="LIST")] = "4,16",
+    horizon: Annotated[int, _number(_STILL, "Most compactions of one context, a power of 2.")] = 1,
     epochs: Annotated[int, _number(_TRAINING, "Passes over the questions.")] = 5,
     steps: Annotated[int | None, _number(_TRAINING, "Optimizer steps, in place of epochs.")] = None,
     batch: Annotated[int, _number(_TRAINING, "Questions per forward pass.")] = 16,
@@ -77,11 +82,11 @@ def train(
     quiet: opt.Quiet = False,
     as_json: opt.AsJson = False,
 ) -> None:
-    """Train a Writer: documents compiled by it are read like the full context. Needs --out."""
+    """Train a Writer or a compactor: what it makes is read like the full context. Needs --out."""
     opt.choice("KIND", kind, KINDS)
     check_run(model, revision, out, resume)
     if out is None:
-        raise InputError("training needs --out, the folder for the Writer, its metrics and its checkpoints.")
+        raise InputError("training needs --out, the folder for what is learned, its metrics and its checkpoints.")
     from kvnotes_interp import tasks
 
     known = (*tasks.documents.names(), *tasks.documents.names_from_files())
@@ -90,7 +95,6 @@ def train(
     chosen, numbers = opt.task_options(task_option), opt.numbers("--docs", docs, int) or None
     from kvnotes_interp import training
     from kvnotes_interp.model import load
-    from kvnotes_interp.operators.writer import new_writer
 
     settings = training.Settings(
         epochs=epochs,
@@ -111,17 +115,23 @@ def train(
     )
     questions = training.draw(task, samples=samples, validation=validation, docs=numbers, seed=seed, **chosen)
     loaded = load(model, device=device, dtype=dtype, revision=revision)
-    words = tuple(word.strip() for word in targets.split(","))
-    writer = new_writer(
-        loaded,
-        kind,  # type: ignore[arg-type]
-        rank=rank,
-        alpha=alpha,
-        targets=words,
-        wrapper_tokens=wrapper_tokens,
-        seed=seed,
-    )
-    method = training.Writing(loaded, writer, checkpointing=checkpointing)
+    method: training.Method
+    if kind == "still":
+        from kvnotes_interp.operators.still import StillSettings, new_still
+        from kvnotes_interp.training.compacting import Compacting
+
+        limits = opt.numbers("--ratios", ratios, float)
+        if len(limits) != 2:
+            raise InputError(f"--ratios {ratios!r}: write the lowest and the highest, such as 4,16.")
+        still = new_still(loaded, settings=StillSettings(seed=seed))
+        method = Compacting(loaded, still, ratios=(limits[0], limits[1]), horizon=horizon)
+    else:
+        from kvnotes_interp.operators.writer import new_writer
+
+        words = tuple(word.strip() for word in targets.split(","))
+        sizes = {"rank": rank, "alpha": alpha, "targets": words, "wrapper_tokens": wrapper_tokens}
+        writer = new_writer(loaded, kind, seed=seed, **sizes)  # type: ignore[arg-type]
+        method = training.Writing(loaded, writer, checkpointing=checkpointing)
     size = sum(parameter.numel() for parameter in method.parameters().values())
     if not as_json:
         say(f"{kind} with {size:,} parameters on {loaded.name} ({loaded.device}); {samples} questions of {task}")
@@ -139,4 +149,5 @@ def train(
     except KeyboardInterrupt:  # distill has said how to go on
         raise typer.Exit(130) from None
     emit(trained, as_json)
-    say(f"Saved in {out}: the Writer is {out / 'best'}, the figure {out / 'figures' / 'training.html'}.")
+    what = "compactor" if kind == "still" else "Writer"
+    say(f"Saved in {out}: the {what} is {out / 'best'}, the figure {out / 'figures' / 'training.html'}.")

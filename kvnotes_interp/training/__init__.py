@@ -9,6 +9,7 @@ The loop is the same for every method (`Method`): the teacher is the model itsel
 the same model, frozen, on the method's caches. `runs/bio/best` then holds what was learned.
 """
 
+from kvnotes_interp.training.compacting import Compacting
 from kvnotes_interp.training.distill import distill
 from kvnotes_interp.training.examples import Example, draw, examples_of
 from kvnotes_interp.training.loss import kl_to_teacher
@@ -20,6 +21,7 @@ from kvnotes_interp.training.trained import Trained
 from kvnotes_interp.training.writing import Writing
 
 __all__ = [
+    "Compacting",
     "Example",
     "Method",
     "Settings",

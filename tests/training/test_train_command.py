@@ -29,7 +29,7 @@ def test_options_have_the_names_and_defaults_of_the_python_arguments() -> None:
         for name in names:
             assert options[name] == inspect.signature(function).parameters[name].default, name
     assert tuple(options["targets"].split(",")) == writer.TARGETS
-    assert set(command.KINDS) == set(writer.KINDS)
+    assert set(command.WRITERS) == set(writer.KINDS)
     assert [int(n) for n in options["docs"].split(",")] == list(inspect.signature(draw).parameters["docs"].default)
 
 
@@ -52,10 +52,28 @@ def test_train_and_resume(kvprobe: Callable[..., Any], tiny_folder: Path, tmp_pa
     assert "request.settings.lr: 0.0005 -> 0.1" in other.words
 
 
+def test_a_trained_compactor_compacts_by_the_name_of_its_folder(
+    kvprobe: Callable[..., Any], tiny_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "still"
+    done = kvprobe("train", "still", "--model", tiny_folder, *SMALL, *FEW, "--ratios", "2,4", "--out", out)
+    assert done.code == 0, done.err
+    assert Trained.load(out).method == "still"
+    judged = kvprobe(
+        *("compact", "--model", tiny_folder, "--task", "biography", "--task-option", "documents=2", "--n", 2),
+        *("--compactors", f"still@{out}/best", "--ratios", "2", "--min-gap", 0, "--min-gap-noise", 0, "--json"),
+    )
+    assert judged.code == 0, judged.err
+    assert f"f1_still@{out}/best_2x" in json.loads(judged.out)
+    wrong = kvprobe("train", "still", "--model", tiny_folder, *SMALL, "--ratios", "4", "--out", tmp_path / "other")
+    assert wrong.code == 2
+    assert "--ratios '4': write the lowest and the highest" in wrong.words
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("paket", "--out", "x"), "KIND 'paket': choose from sempic, packet, joint. Did you mean \"packet\"?"),
+        (("paket", "--out", "x"), "KIND 'paket': choose from sempic, packet, joint, still. Did you mean \"packet\"?"),
         (("packet",), "training needs --out"),
         (("packet", "--out", "x", "--task", "pronoun"), "training needs a document task; use "),
         (("packet", "--out", "x", "--docs", "two"), "--docs 'two': write numbers"),
