@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvnotes_interp import engine
-from kvnotes_interp.engine import shared
+from kvnotes_interp.engine import forward, shared
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.sites import Site
 from tests.architectures import ARCHITECTURES
@@ -152,3 +152,15 @@ def test_wrong_input_is_named() -> None:
     with pytest.raises(InputError, match='choose "auto"'):
         engine.sweep(model, base, base, [Site(())], OLD[-1:], ANSWERS, path="quick")  # type: ignore[arg-type]
     assert engine.sweep(model, base, base, [], OLD[-1:], ANSWERS).scores.shape == (0, 2)
+
+
+def test_a_replay_is_refused_when_it_is_farther_off_than_the_model_is_from_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, replay = tiny("llama"), shared.run
+    assert shared._try(model) == ""
+    monkeypatch.setattr(shared, "run", lambda *a, **k: replay(*a, **k) + 1e-2)
+    assert "replayed layers miss its own forward by 0.01 (limit" in shared._try(model)
+    # Batches of other shapes that differ by as much: the replay is no farther off than the model's own forward.
+    monkeypatch.setattr(forward, "noise_floor", lambda *a, **k: 1e-2)
+    assert shared._try(model) == ""

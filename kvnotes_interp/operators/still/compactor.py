@@ -113,7 +113,7 @@ class Still:
                 "StillSettings(bias=True)."
             )
         window = getattr(compat.text_config(model.hf), "sliding_window", None) or 0
-        columns = []
+        columns: list[list[_Slots]] = []
         for layer in range(len(self.layers)):
             found = [_Slots.of(source, layer) for source in sources]
             for i, source in enumerate(sources):
@@ -248,6 +248,9 @@ def _padded(parts: Sequence[_Slots]) -> tuple[Tensor, Tensor, Tensor | None, Ten
 
 
 def _joined(source: CompactCache, layers: Sequence[_Slots]) -> CompactCache:
+    """The source with these layers; itself where all of them are its own."""
+    if all(slots.keys is key for slots, key in zip(layers, source.keys, strict=True)):
+        return source
     biases = tuple(slots.bias for slots in layers)
     return replace(
         source,
