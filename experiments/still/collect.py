@@ -11,7 +11,16 @@ from experiments import tables
 
 HERE = Path(__file__).parent
 README, SUMMARIES = HERE / "README.md", HERE / "summaries"
-COMPACTORS = ("attention_matching", "random@4", "snapkv", "streaming", "h2o", "key_norm")
+COMPACTORS = {
+    "still@runs/still-trained/best": "Still, trained on biographies",
+    "still@runs/still-identity": "Still, untrained",
+    "attention_matching": "Attention Matching",
+    "random@4": "random, 4 sinks",
+    "snapkv": "SnapKV",
+    "streaming": "StreamingLLM",
+    "h2o": "H2O",
+    "key_norm": "key norm",
+}
 RATIOS = (2, 4, 8, 16)
 # run -> what was asked, and the options of the command that makes it
 QUALITY = {
@@ -21,34 +30,6 @@ QUALITY = {
 }
 SURVIVAL = "gate-badge"
 ORGANISM = "--model organism:trained --n 32"
-
-
-def commands() -> list[str]:
-    """What makes the runs."""
-    out = [
-        f"kvprobe compact {ORGANISM} --split test {task} --out runs/still/{run}" for run, (_, task) in QUALITY.items()
-    ]
-    return [*out, f"kvprobe survive {ORGANISM} --task gate,badge --out runs/still/{SURVIVAL}"]
-
-
-def table(runs: Path) -> str:
-    """All tables as markdown."""
-    lines: list[str] = []
-    for run, (title, _) in QUALITY.items():
-        summary = tables.load_json(runs / run / "summary.json")
-        if summary is None:
-            continue
-        ends = ", ".join(f"{name}: {_mean(summary, f'exact_match_{arm}')}" for name, arm in ENDS)
-        lines += [f"### Right answers, {title}", "", f"{ends}.", "", *grid(summary, (("exact_match", ""),)), ""]
-    summary = tables.load_json(runs / SURVIVAL / "summary.json")
-    if summary is not None:
-        for quantity, title in SURVIVES:
-            kinds = (("derived_" + quantity, "gate (derived)"), ("verbatim_" + quantity, "badge (verbatim)"))
-            lines += [f"### {title}", "", *grid(summary, kinds), ""]
-    used = [run for run in (*QUALITY, SURVIVAL) if (runs / run / "manifest.json").is_file()]
-    return "\n".join([*lines, f"Runs: {'; '.join(tables.what_ran(runs / run) for run in used)}."])
-
-
 ENDS = (("full cache", "full"), ("no document", "no_context"))
 SURVIVES = (
     ("gap", "What is left of the score gap between old and new prompt"),
@@ -57,6 +38,39 @@ SURVIVES = (
     ("erratum", "Effect of an erratum behind the compacted old cache, in gaps of the full caches"),
     ("field_patched", "Effect of patching the field's kept slots, in gaps of the full caches"),
 )
+LEARNED = "still@runs/still-identity,still@runs/still-trained/best,attention_matching,random@4"
+TRAIN = (
+    "kvprobe train still --model organism:trained --docs 3 --samples 640 --validation 64 --steps 240 --lr 1e-3 "
+    "--max-new-tokens 4 --validate-every 40 --out runs/still-trained"
+)
+
+
+def commands() -> list[str]:
+    """What makes the runs; `runs/still-identity` is `new_still(model).save(...)`, untrained."""
+    questions = f"kvprobe compact {ORGANISM} --split test"
+    asked = [f"{questions} {task} --out runs/still/{run}" for run, (_, task) in QUALITY.items()]
+    asked.append(f"kvprobe survive {ORGANISM} --task gate,badge --out runs/still/{SURVIVAL}")
+    again = [f"{line}-still --compactors {LEARNED}" for line in asked if "needle" not in line]
+    return [*asked, TRAIN, *again]
+
+
+def table(runs: Path) -> str:
+    """All tables as markdown."""
+    lines: list[str] = []
+    for run, (title, _) in QUALITY.items():
+        summary = _summary(runs, run)
+        if not summary:
+            continue
+        ends = ", ".join(f"{name}: {_mean(summary, f'exact_match_{arm}')}" for name, arm in ENDS)
+        lines += [f"### Right answers, {title}", "", f"{ends}.", "", *grid(summary, (("exact_match", ""),)), ""]
+    summary = _summary(runs, SURVIVAL)
+    if summary:
+        for quantity, title in SURVIVES:
+            kinds = (("derived_" + quantity, "gate (derived)"), ("verbatim_" + quantity, "badge (verbatim)"))
+            lines += [f"### {title}", "", *grid(summary, kinds), ""]
+    every = [run for one in (*QUALITY, SURVIVAL) for run in (one, f"{one}-still")]
+    used = [run for run in every if (runs / run / "manifest.json").is_file()]
+    return "\n".join([*lines, f"Runs: {'; '.join(tables.what_ran(runs / run) for run in used)}."])
 
 
 def grid(summary: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Iterable[str]:
@@ -64,9 +78,17 @@ def grid(summary: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Iter
     heads = [f"{name} {ratio}x".strip() for _, name in columns for ratio in RATIOS]
     yield "| | " + " | ".join(heads) + " |"
     yield "|---|" + "---|" * len(heads)
-    for name in COMPACTORS:
+    for name, title in COMPACTORS.items():
+        if not any(key.endswith(f"_{name}_{RATIOS[0]}x") for key in summary):
+            continue
         cells = [_mean(summary, f"{key}_{name}_{ratio}x") for key, _ in columns for ratio in RATIOS]
-        yield f"| {name.replace('_', ' ')} | " + " | ".join(cells) + " |"
+        yield f"| {title} | " + " | ".join(cells) + " |"
+
+
+def _summary(runs: Path, run: str) -> dict[str, Any]:
+    """The run's numbers, and those of the learned compactors beside it."""
+    found = (tables.load_json(runs / name / "summary.json") or {} for name in (f"{run}-still", run))
+    return {key: value for one in found for key, value in one.items()}
 
 
 def _mean(summary: Mapping[str, Any], key: str) -> str:
