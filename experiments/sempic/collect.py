@@ -16,7 +16,7 @@ from experiments import tables
 
 HERE = Path(__file__).parent
 README, SUMMARIES = HERE / "README.md", HERE / "summaries"
-STUDIES = {"organism": "organism:trained", "smollm2": "SmolLM2-135M"}
+STUDIES = {"organism": "organism:trained", "needle": "organism:trained, needles", "smollm2": "SmolLM2-135M"}
 OPERATORS = {
     "guess": "guess",
     "no_recompute": "no recompute",
