@@ -141,6 +141,7 @@ def test_wrong_options_are_refused(model: Model, examples: list[Example], questi
         method.caches(examples_of(sliding, questions[0][:2]))
 
 
+@pytest.mark.slow
 def test_it_learns_on_the_organism_and_passes_random_eviction(tmp_path: Path) -> None:
     organism = kv.load("organism:trained")
     train, validation = draw("biography", samples=64, validation=24, docs=(2,), seed=0)
