@@ -46,7 +46,7 @@ def draw(result: Result, *, readout: str = "micro_f1", ratio: float | None = Non
         style.band(fig, own, x="time", name=label, colour=colour, dash=dash, symbol=symbol)
     compaction.reference_lines(fig, table)
     unit_text = "Time to compact (1 = the prefill)" if unit == "prefills" else "Seconds to compact"
-    fig.update_xaxes(title_text=unit_text, type="log")
+    fig.update_xaxes(title_text=unit_text, type="log", tickvals=style.LOG_TICKS)
     fig.update_yaxes(title_text=title)
     fig.update_layout(legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.2, "yanchor": "top"})
     return remember(fig, "compaction_time", result, table)

@@ -20,7 +20,7 @@ from kvnotes_interp.plots.data import about, intervals, remember, rows_of
 if TYPE_CHECKING:
     from kvnotes_interp.results import Result
 
-UNITS = {"deviation": "Mean |Δ attention|, renormalised in the document", "deviation_raw": "Mean |Δ attention|"}
+UNITS = {"deviation": "Mean |Δ attention| in the document", "deviation_raw": "Mean |Δ attention|"}
 REGIONS = ("prefix", "interior", "suffix")
 FULL = "full_recompute"
 
@@ -79,7 +79,7 @@ def _bars(fig: go.Figure, rows: pd.DataFrame, name: str, colour: str, dash: str)
             marker={
                 "color": colour,
                 "line": {"width": 0},
-                "pattern": {"shape": "" if dash == "solid" else "/", "fgcolor": "white", "size": 6},
+                "pattern": {"shape": "" if dash == "solid" else "/", "bgcolor": colour, "fgcolor": "white", "size": 6},
             },
             error_y={
                 "type": "data",

@@ -22,7 +22,7 @@ LOOKS = {
     "cacheblend": ("CacheBlend", style.ORANGE, "solid", "diamond"),
     "random_recompute": ("random tokens", style.GREY, "dot", "x-thin-open"),
     "sempic": ("SemPIC", style.PURPLE, "solid", "star"),
-    "joint": ("SemPIC and KV Packet", style.PURPLE, "dash", "hexagon"),
+    "joint": ("SemPIC and KV Packet", style.BLUE, "dash", "hexagon"),
     "packet": ("KV Packet", style.SKY, "solid", "pentagon"),
     "no_recompute": ("no recompute", style.GREEN, "solid", "triangle-up"),
     "no_recompute_unmoved": ("no recompute, keys not moved", style.RED, "dot", "triangle-down"),

@@ -16,6 +16,9 @@ from plotly import graph_objects as go
 if TYPE_CHECKING:
     import pandas as pd
 
+LOG_TICKS = [
+    d * 10.0**p for p in range(-4, 5) for d in (1, 2, 5)
+]  # in full: plotly puts bare digits between powers of ten
 COLUMN, WIDE = 520, 1000  # pixels: one column, and the full width of a page
 TITLE_TOP = 22  # pixels from the top to the middle of the title's first line
 FONT = "Helvetica, Arial, Liberation Sans, sans-serif"

@@ -39,7 +39,12 @@ def draw(metrics: pd.DataFrame, *, title: str, subtitle: str = "") -> go.Figure:
         )
     fig.update_xaxes(title_text="Step", anchor="y2")
     fig.update_layout(
-        yaxis={"title": {"text": "KL to full recompute (nats)"}, "type": "log", "domain": [0.44, 1.0]},
+        yaxis={
+            "title": {"text": "KL to full recompute (nats)"},
+            "type": "log",
+            "tickvals": style.LOG_TICKS,
+            "domain": [0.44, 1.0],
+        },
         yaxis2={
             **fig.layout.template.layout.yaxis.to_plotly_json(),
             "title": {"text": "Answers right"},
