@@ -197,7 +197,9 @@ def splice(
 @probe_command("edit_in_splice", n=16)
 def keystone(ks: opt.KeystoneKs = "8,32", draws: opt.Draws = 3, seam_repair: opt.OneSeam = "0") -> dict[str, Any]:
     """Keystone: does an edit inside a spliced skill do what it does inside a recomputed one?"""
-    tokens = "all" if seam_repair == "all" else opt.numbers("--seam-repair", seam_repair, int)[0]
+    if seam_repair != "all" and not seam_repair.isdecimal():
+        raise InputError(f"--seam-repair {seam_repair!r}: write a number of tokens, or all.")
+    tokens = "all" if seam_repair == "all" else int(seam_repair)
     return {"ks": opt.numbers("--ks", ks, int), "draws": draws, "seam_repair": tokens}
 
 

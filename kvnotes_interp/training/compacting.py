@@ -26,7 +26,7 @@ from kvnotes_interp.errors import InputError, UnsupportedError
 from kvnotes_interp.operators.blocks import Blocks
 from kvnotes_interp.operators.eviction.compacted import sliding_layers
 from kvnotes_interp.training.examples import Example
-from kvnotes_interp.training.reader import _bias, _front
+from kvnotes_interp.training.reader import bias_in_front, in_front
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -153,11 +153,11 @@ def _extended(model: Model, caches: Sequence[CompactCache], rows: Sequence[Token
             f"{model.name} has layers whose sliding window is shorter than these contexts; only horizon=1 can be "
             "trained there. Set it, or take shorter contexts."
         )
-    keys = [torch.cat([_front(cache.keys[layer], width) for cache in caches]) for layer in layers]
-    values = [torch.cat([_front(cache.values[layer], width) for cache in caches]) for layer in layers]
+    keys = [torch.cat([in_front(cache.keys[layer], width) for cache in caches]) for layer in layers]
+    values = [torch.cat([in_front(cache.values[layer], width) for cache in caches]) for layer in layers]
     bias = None
     if any(cache.bias is not None for cache in caches):
-        bias = tuple(torch.cat([_bias(cache, layer, width) for cache in caches]) for layer in layers)
+        bias = tuple(torch.cat([bias_in_front(cache, layer, width) for cache in caches]) for layer in layers)
     seen = torch.arange(width + longest) >= torch.tensor([[width - max(cache.slots)] for cache in caches])
     positions = torch.tensor([[cache.end] for cache in caches]) + torch.arange(longest)
     fork = compat.new_cache(keys, values)

@@ -36,13 +36,13 @@ def answer_logits(
     width = max(key.shape[2] for cache in caches for key in cache.keys)
     longest = max(map(len, tails))
     layers = range(len(caches[0].keys))
-    keys = [torch.cat([_front(c.keys[layer], width) for c in caches]) for layer in layers]
-    values = [torch.cat([_front(c.values[layer], width) for c in caches]) for layer in layers]
+    keys = [torch.cat([in_front(c.keys[layer], width) for c in caches]) for layer in layers]
+    values = [torch.cat([in_front(c.values[layer], width) for c in caches]) for layer in layers]
     slots = [[key.shape[2] for key in cache.keys] for cache in caches]
     # Where the layers of a cache differ in length no single mask tells padding apart: the bias does.
     ragged = any(len(set(one)) > 1 for one in slots)
     biased = ragged or any(cache.bias is not None for cache in caches)
-    bias = tuple(torch.cat([_bias(c, layer, width) for c in caches]) for layer in layers) if biased else None
+    bias = tuple(torch.cat([bias_in_front(c, layer, width) for c in caches]) for layer in layers) if biased else None
     mask = None
     if any(n < width for one in slots for n in one):
         first = torch.tensor([width - max(one) for one in slots], device=model.device)
@@ -89,12 +89,13 @@ def _check(model: Model, caches: Sequence[Cache], tails: Sequence[Sequence[int]]
             raise InputError(f"rows[{index}] is {n}, but its tail has {len(tail)} tokens; ask for 1 to all of them.")
 
 
-def _front(tensor: Tensor, width: int, value: float = 0.0) -> Tensor:
+def in_front(tensor: Tensor, width: int, value: float = 0.0) -> Tensor:
     """`[1 kv_head slot d_head]` padded in front to `width` slots."""
     return nn.functional.pad(tensor, (0, 0, width - tensor.shape[2], 0), value=value)
 
 
-def _bias(cache: Cache, layer: int, width: int) -> Float[Tensor, "1 kv_head slot"]:
+def bias_in_front(cache: Cache, layer: int, width: int) -> Float[Tensor, "1 kv_head slot"]:
+    """One layer's key bias, zeros where there is none, padded in front with -inf: slots that nobody sees."""
     own = None if cache.bias is None else cache.bias[layer]
     own = cache.keys[layer].new_zeros(cache.keys[layer].shape[:3]) if own is None else own
-    return _front(own[..., None], width, float("-inf"))[..., 0]
+    return in_front(own[..., None], width, float("-inf"))[..., 0]

@@ -44,7 +44,10 @@ def read_about(folder: Path) -> dict[str, Any]:
     """What `still.json` says. Raises InputError when there is none or it describes something else."""
     path = Path(folder) / ABOUT
     if not path.is_file():
-        raise InputError(f"there is no {ABOUT} in {folder}: no trained Still compactor is kept there.")
+        raise InputError(
+            f"there is no {ABOUT} in {folder}: no trained Still compactor is kept there. kvprobe train still --out DIR "
+            "makes one, in DIR/best."
+        )
     about = json.loads(path.read_text(encoding="utf-8"))
     if about.get("format") != FORMAT:
         raise InputError(f"{path} describes no compactor of format {FORMAT!r} (found {about.get('format')!r}).")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from kvnotes_interp.compact import Cache
+from kvnotes_interp.downloads import sha256
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.operators.eviction.compacted import Budget, Compacted, Sliding
 from kvnotes_interp.operators.still.compactor import Still
@@ -37,7 +37,7 @@ def _loaded(model: Model, adapter: str | Path) -> Still:
         raise InputError("still needs the folder of a trained compactor: write still@FOLDER; kvprobe train makes one.")
     folder, kept = Path(adapter).resolve(), _LOADED.setdefault(model, {})
     read_about(folder)
-    digest = hashlib.sha256((folder / ABOUT).read_bytes()).hexdigest()
+    digest = sha256(folder / ABOUT)
     if folder not in kept or kept[folder][0] != digest:
         kept[folder] = (digest, Still.load(folder, model))
     return kept[folder][1]
