@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments import tables
+from experiments.studies import commit
 
 HERE = Path(__file__).parent
 README, SUMMARIES = HERE / "README.md", HERE / "summaries"
@@ -46,12 +47,6 @@ def table(runs: Path) -> str:
             lines += make(runs / name / part)
     used = [f"`{name}` ({STUDIES[name]}; commit {commit(one)})" for name, one in found.items()]
     return "\n".join([*lines, "", f"Studies: {'; '.join(used)}."] if used else lines)
-
-
-def commit(study: Mapping[str, Any]) -> str:
-    """The commit that the study's code was at, with "+" where files differed from it."""
-    git = study["git"] or {}
-    return (git.get("commit") or "unknown")[:9] + ("+" if git.get("dirty") else "")
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

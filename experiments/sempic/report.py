@@ -6,9 +6,7 @@ contents of the mean over seeds, and `seeds` holds each seed's own mean, which s
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +15,8 @@ import pandas as pd
 from experiments.sempic.guess import open_answers
 from experiments.sempic.settings import Study
 from experiments.sempic.train import folder_of
-from kvnotes_interp.files import replacing
+from experiments.studies import finished, write_summary
 from kvnotes_interp.results import Result
-from kvnotes_interp.results import manifest as manifests
 from kvnotes_interp.stats import Interval, bootstrap_ratio
 from kvnotes_interp.training import Trained
 
@@ -33,18 +30,8 @@ ALL = 0  # all numbers of documents together
 
 def write(study: Study, model: Model, out: Path) -> dict[str, Any]:
     """Everything that is finished under `out`, written to `out`/summary.json."""
-    found = {
-        "study": study.model_dump(mode="json"),
-        "model_id": model.model_id,
-        "git": manifests.git_state(),
-        "versions": manifests.versions(),
-        "training": training(study, out),
-        "quality": quality(study, out),
-        "regions": regions(out),
-    }
-    with replacing(out / "summary.json") as part:
-        part.write_text(json.dumps(_json(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    return found
+    tables = {"training": training(study, out), "quality": quality(study, out), "regions": regions(out)}
+    return write_summary(out / "summary.json", study, model.model_id, tables)
 
 
 def training(study: Study, out: Path) -> list[dict[str, Any]]:
@@ -151,17 +138,3 @@ def regions(out: Path) -> list[dict[str, Any]]:
         interval = bootstrap_ratio(own["value"].to_numpy(float), [1.0] * len(own), own["content"].tolist())
         rows.append({"donor": donor, "region": region, "size": float(own["size"].mean()), **interval.to_dict()})
     return rows
-
-
-def finished(folder: Path) -> bool:
-    """Whether this run folder is there and complete."""
-    return (folder / "manifest.json").is_file() and manifests.read(folder).get("status") == "complete"
-
-
-def _json(value: Any) -> Any:
-    """NaN, where no interval exists, as null."""
-    if isinstance(value, Mapping):
-        return {key: _json(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json(one) for one in value]
-    return None if isinstance(value, float) and value != value else value

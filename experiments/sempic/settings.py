@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from kvnotes_interp.errors import InputError, nearest
+from experiments.studies import Strict, StudyFile, Task, check_names, drawn
 from kvnotes_interp.operators.writer import Kind
-from kvnotes_interp.tasks import documents
 from kvnotes_interp.tasks.documents import Question
-from kvnotes_interp.training import Settings, draw
+from kvnotes_interp.training import Settings
 
 HERE = Path(__file__).parent
-TEST_SEED = 1  # of the test questions: the same ones whatever a Writer's seed
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Task(_Strict):
-    """Questions: a document task with its options, at several numbers of documents (none: the task's own)."""
-
-    task: str
-    documents: tuple[int, ...]
-    options: dict[str, Any] = {}
-
-    def test(self, n: int, numbers: Sequence[int] | None = None) -> list[Question]:
-        """`n` questions of the test split for each number of documents."""
-        kinds: list[dict[str, Any]] = [{"documents": d} for d in numbers or self.documents] or [{}]
-        return [
-            question
-            for kind in kinds
-            for question in documents.load(self.task, n=n, seed=TEST_SEED, split="test", **kind, **self.options)
-        ]
-
-
-class Trained(_Strict):
+class Trained(Strict):
     """A Writer's training questions, in equal parts of several tasks. seeds: those of the study, unless said."""
 
     tasks: tuple[str, ...] = Field(min_length=1)
     seeds: tuple[int, ...] | None = None
 
 
-class Look(_Strict):
+class Look(Strict):
     """A Writer of seed 0 looked at on `n` questions of a task."""
 
     writer: str
@@ -56,7 +31,7 @@ class Look(_Strict):
     n: int
 
 
-class Study(_Strict):
+class Study(StudyFile):
     """Everything that decides a study.
 
     Attributes:
@@ -66,7 +41,6 @@ class Study(_Strict):
         deviation, regions: what `attention_deviation` and `regions.py` look at. notes: pair family -> the Writer
             whose caches of it are patched, `pairs` pairs of each family; probed: those that are read by probes, too.
 
-    Raises InputError that names the file and the entry.
     """
 
     model: str
@@ -83,7 +57,7 @@ class Study(_Strict):
     wrapper_tokens: int = 8
     deviation: Look | None = None
     regions: Look | None = None
-    notes: dict[str, str] = {}
+    notes: dict[str, str] = Field(default_factory=dict)
     probed: tuple[str, ...] = ()
     pairs: int = 16
 
@@ -97,23 +71,12 @@ class Study(_Strict):
             *((kind, self.lr) for kind in self.kinds),
             *((family, self.notes) for family in self.probed),
         ]
-        for name, known in named:
-            if name not in known:
-                raise ValueError(f'"{name}" is not among {", ".join(known)}.{nearest(name, known)}')
+        check_names(named)
         return self
 
     @classmethod
-    def read(cls, name: str) -> Study:
-        """The study `name` of this folder, or of a YAML file."""
-        path = Path(name) if name.endswith(".yaml") else HERE / f"{name}.yaml"
-        if not path.is_file():
-            known = sorted(p.stem for p in HERE.glob("*.yaml"))
-            raise InputError(f'there is no study "{name}".{nearest(name, known)} Studies: {", ".join(known)}.')
-        try:
-            return cls(**yaml.safe_load(path.read_text(encoding="utf-8")))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            raise InputError(f"{path}, {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+    def read(cls, name: str, folder: Path = HERE) -> Self:
+        return super().read(name, folder)
 
     def settings(self, kind: str, seed: int) -> Settings:
         """Of one training run."""
@@ -127,15 +90,4 @@ class Study(_Strict):
     def drawn(self, writer: str, seed: int) -> tuple[list[Question], list[Question]]:
         """(training, validation) questions of a Writer, as many of each of its tasks."""
         tasks = [self.tasks[name] for name in self.writers[writer].tasks]
-        parts = [
-            draw(
-                one.task,
-                samples=self.samples // len(tasks),
-                validation=self.validation // len(tasks),
-                docs=one.documents or None,
-                seed=seed,
-                **one.options,
-            )
-            for one in tasks
-        ]
-        return [q for train, _ in parts for q in train], [q for _, held in parts for q in held]
+        return drawn(tasks, self.samples, self.validation, seed)

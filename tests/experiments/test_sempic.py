@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import kvnotes_interp as kv
-from experiments import tables
-from experiments.sempic import collect, regions, report, study
+from experiments import studies, tables
+from experiments.sempic import collect, regions, study
 from experiments.sempic.guess import open_answers
 from experiments.sempic.settings import HERE, Study
 from kvnotes_interp import operators
@@ -191,7 +191,7 @@ def test_a_wrong_study_is_named(change: dict[str, Any], message: str, tmp_path: 
 
 
 def test_what_has_no_interval_is_null() -> None:
-    assert report._json({"a": [float("nan"), 1.0]}) == {"a": [None, 1.0]}
+    assert studies._json({"a": [float("nan"), 1.0]}) == {"a": [None, 1.0]}
 
 
 def test_a_guess_knows_what_each_document_holds() -> None:

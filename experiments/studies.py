@@ -1,0 +1,116 @@
+"""What studies share: settings from a YAML file, a task's questions, finished runs, and the summary at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.files import replacing
+from kvnotes_interp.results import manifest as manifests
+from kvnotes_interp.tasks import documents
+from kvnotes_interp.tasks.documents import Question
+from kvnotes_interp.training import draw
+
+TEST_SEED = 1  # of the test questions: the same ones whatever is trained
+
+
+class Strict(BaseModel):
+    """Settings that are not changed and hold nothing unknown."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Task(Strict):
+    """Questions: a document task with its options, at several numbers of documents (none: the task's own)."""
+
+    task: str
+    documents: tuple[int, ...] = ()
+    options: dict[str, Any] = {}
+
+    def test(self, n: int, numbers: Sequence[int] | None = None) -> list[Question]:
+        """`n` questions of the test split for each number of documents."""
+        kinds: list[dict[str, Any]] = [{"documents": d} for d in numbers or self.documents] or [{}]
+        return [
+            question
+            for kind in kinds
+            for question in documents.load(self.task, n=n, seed=TEST_SEED, split="test", **kind, **self.options)
+        ]
+
+
+class StudyFile(Strict):
+    """A study is one YAML file. Raises InputError that names the file and the entry."""
+
+    @classmethod
+    def read(cls, name: str, folder: Path) -> Self:
+        """The study `name` of the folder, or of a YAML file."""
+        path = Path(name) if name.endswith(".yaml") else folder / f"{name}.yaml"
+        if not path.is_file():
+            known = sorted(p.stem for p in folder.glob("*.yaml"))
+            raise InputError(f'there is no study "{name}".{nearest(name, known)} Studies: {", ".join(known)}.')
+        try:
+            return cls(**yaml.safe_load(path.read_text(encoding="utf-8")))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise InputError(f"{path}, {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None
+
+
+def drawn(tasks: Sequence[Task], samples: int, validation: int, seed: int) -> tuple[list[Question], list[Question]]:
+    """(training, validation) questions, as many of each task."""
+    parts = [
+        draw(
+            one.task,
+            samples=samples // len(tasks),
+            validation=validation // len(tasks),
+            docs=one.documents or None,
+            seed=seed,
+            **one.options,
+        )
+        for one in tasks
+    ]
+    return [q for train, _ in parts for q in train], [q for _, held in parts for q in held]
+
+
+def check_names(pairs: Sequence[tuple[str, Sequence[str] | Mapping[str, Any]]]) -> None:
+    """Every (name, known names): raises ValueError for the first that is not among them."""
+    for name, known in pairs:
+        if name not in known:
+            raise ValueError(f'"{name}" is not among {", ".join(known)}.{nearest(name, known)}')
+
+
+def finished(folder: Path) -> bool:
+    """Whether this run folder is there and complete."""
+    return (folder / "manifest.json").is_file() and manifests.read(folder).get("status") == "complete"
+
+
+def write_summary(path: Path, study: StudyFile, model_id: str, tables: Mapping[str, Any]) -> dict[str, Any]:
+    """The study, what it ran on and its tables, as JSON; NaN, where no interval exists, as null."""
+    found = {
+        "study": study.model_dump(mode="json"),
+        "model_id": model_id,
+        "git": manifests.git_state(),
+        "versions": manifests.versions(),
+        **tables,
+    }
+    with replacing(path) as part:
+        part.write_text(json.dumps(_json(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return found
+
+
+def commit(summary: Mapping[str, Any]) -> str:
+    """The commit that the study's code was at, with "+" where files differed from it."""
+    git = summary["git"] or {}
+    return (git.get("commit") or "unknown")[:9] + ("+" if git.get("dirty") else "")
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json(one) for one in value]
+    return None if isinstance(value, float) and value != value else value
