@@ -1,4 +1,4 @@
-"""`kvprobe train`: a Writer or a compactor is trained by distillation."""
+"""`kvprobe train`: a Writer or a compactor is trained by distillation. What a KIND is made of is in `methods`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import typer
 
 from kvnotes_interp.cli import options as opt
 from kvnotes_interp.cli.app import app
+from kvnotes_interp.cli.methods import BACKWARD, INITS, OUTPUTS, WRITERS, checked, method_of, parts_of
 from kvnotes_interp.cli.printing import emit, say
 from kvnotes_interp.cli.probes import check_run
 from kvnotes_interp.errors import InputError
 
-# As in operators/writer.py, which cannot be asked without importing torch; a test holds them together.
-WRITERS = ("sempic", "packet", "joint")
-KINDS = (*WRITERS, "still")
 TARGETS = "q_proj,k_proj,v_proj,o_proj"
 
-_QUESTIONS, _WRITER, _STILL, _TRAINING, _RUN = "Questions", "Writer", "Still", "Training", "Run"
+# Panels of --help.
+_QUESTIONS, _WRITER, _COMPACTOR, _TRAINING, _RUN = "Questions", "Writer", "Compactor", "Training", "Run"
+_STILL, _SCORER = "Still", "Scorer"
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -29,13 +29,17 @@ def _number(panel: str, text: str, least: float = 1) -> Any:
     return _option(panel, text, metavar="N" if least else "X", min=least)
 
 
+def _word(panel: str, text: str, choices: tuple[str, ...]) -> Any:
+    return _option(panel, f"{text}: {', '.join(choices)}.", metavar="NAME")
+
+
 @app.command()
 def train(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="sempic (LoRA), packet (header and trailer), joint; still.")
+        str, typer.Argument(metavar="KIND", help="sempic (LoRA), packet (header and trailer), joint; still, scorer.")
     ],
     model: opt.ModelName = "smollm2-135m",
-    task: Annotated[str, _option(_QUESTIONS, "Document task.", metavar="NAME")] = "biography",
+    task: Annotated[str, _option(_QUESTIONS, "Document tasks, in equal parts.", metavar="LIST")] = "biography",
     docs: Annotated[
         str, _option(_QUESTIONS, "Numbers of documents, in equal parts; '' is the task's own.", metavar="LIST")
     ] = "2,3,5,7",
@@ -43,7 +47,7 @@ def train(
     validation: Annotated[int, _number(_QUESTIONS, "Validation questions, about other contents.")] = 64,
     task_option: Annotated[
         list[str] | None,
-        _option(_QUESTIONS, "Option of the task, such as facts=3. Repeatable.", metavar="NAME=VALUE"),
+        _option(_QUESTIONS, "Of all tasks, or of one: facts=3, biography.facts=3. Repeatable.", metavar="NAME=VALUE"),
     ] = None,
     rank: Annotated[int, _number(_WRITER, "Of the LoRA.")] = 8,
     alpha: Annotated[float, _option(_WRITER, "Of the LoRA.", metavar="X")] = 16.0,
@@ -52,8 +56,18 @@ def train(
     checkpointing: Annotated[
         bool, _option(_WRITER, "Recompute activations in backward: less memory, more time.", "--checkpointing")
     ] = False,
-    ratios: Annotated[str, _option(_STILL, "Lowest and highest ratio of tokens to slots.", metavar="LIST")] = "4,16",
+    ratios: Annotated[str, _option(_COMPACTOR, "Lowest and highest of tokens to slots.", metavar="LIST")] = "4,16",
     horizon: Annotated[int, _number(_STILL, "Most compactions of one context, a power of 2.")] = 1,
+    backward: Annotated[str, _word(_STILL, "Through the last compaction, or all", BACKWARD)] = "truncated",
+    blocks: Annotated[int, _number(_STILL, "Of the Perceiver.")] = 2,
+    feed_forward: Annotated[bool, _option(_STILL, "A network behind every block.", "--feed-forward")] = False,
+    bias: Annotated[bool, _option(_STILL, "A key bias for every slot.", "--bias")] = False,
+    outputs: Annotated[str, _word(_STILL, "Positions of the slots", OUTPUTS)] = "spread",
+    init: Annotated[str, _word(_STILL, "Copies at first, or all at random", INITS)] = "identity",
+    final_norm: Annotated[bool, _option(_STILL, "A norm behind the last block.", "--final-norm")] = False,
+    hidden: Annotated[int, _number(_SCORER, "Width of the hidden layer.")] = 64,
+    update_rank: Annotated[int, _option(_SCORER, "Of the update of kept slots; 0: copies.", metavar="N", min=0)] = 0,
+    temperature: Annotated[float, _option(_SCORER, "Of the gate in training.", metavar="X")] = 1.0,
     epochs: Annotated[int, _number(_TRAINING, "Passes over the questions.")] = 5,
     steps: Annotated[int | None, _number(_TRAINING, "Optimizer steps, in place of epochs.")] = None,
     batch: Annotated[int, _number(_TRAINING, "Questions per forward pass.")] = 16,
@@ -68,7 +82,7 @@ def train(
     patience: Annotated[int | None, _number(_TRAINING, "Stop after so many validations without progress.")] = None,
     checkpoint_every: Annotated[int, _number(_TRAINING, "Steps; every validation writes one, too.")] = 50,
     autocast: Annotated[str | None, _option(_TRAINING, "bf16, on CUDA.", metavar="NAME")] = None,
-    seed: Annotated[int, _option(_TRAINING, "Of questions, Writer and order.", metavar="N")] = 0,
+    seed: Annotated[int, _option(_TRAINING, "Of questions, parameters and order.", metavar="N")] = 0,
     device: opt.Device = None,
     dtype: opt.Dtype = None,
     revision: opt.Revision = None,
@@ -83,16 +97,11 @@ def train(
     as_json: opt.AsJson = False,
 ) -> None:
     """Train a Writer or a compactor: what it makes is read like the full context. Needs --out."""
-    opt.choice("KIND", kind, KINDS)
+    own = checked(kind, locals())
     check_run(model, revision, out, resume)
     if out is None:
         raise InputError("training needs --out, the folder for what is learned, its metrics and its checkpoints.")
-    from kvnotes_interp import tasks
-
-    known = (*tasks.documents.names(), *tasks.documents.names_from_files())
-    if task not in known:
-        raise InputError(f'--task "{task}": training needs a document task; use {", ".join(known)}.')
-    chosen, numbers = opt.task_options(task_option), opt.numbers("--docs", docs, int) or None
+    parts = parts_of(task, docs, task_option)
     from kvnotes_interp import training
     from kvnotes_interp.model import load
 
@@ -113,25 +122,9 @@ def train(
         max_new_tokens=max_new_tokens,
         top=top or None,
     )
-    questions = training.draw(task, samples=samples, validation=validation, docs=numbers, seed=seed, **chosen)
+    questions = training.draw_parts(parts, samples=samples, validation=validation, seed=seed)
     loaded = load(model, device=device, dtype=dtype, revision=revision)
-    method: training.Method
-    if kind == "still":
-        from kvnotes_interp.operators.still import StillSettings, new_still
-        from kvnotes_interp.training.compacting import Compacting
-
-        limits = opt.numbers("--ratios", ratios, float)
-        if len(limits) != 2:
-            raise InputError(f"--ratios {ratios!r}: write the lowest and the highest, such as 4,16.")
-        still = new_still(loaded, settings=StillSettings(seed=seed))
-        method = Compacting(loaded, still, ratios=(limits[0], limits[1]), horizon=horizon)
-    else:
-        from kvnotes_interp.operators.writer import new_writer
-
-        words = tuple(word.strip() for word in targets.split(","))
-        sizes = {"rank": rank, "alpha": alpha, "targets": words, "wrapper_tokens": wrapper_tokens}
-        writer = new_writer(loaded, kind, seed=seed, **sizes)  # type: ignore[arg-type]
-        method = training.Writing(loaded, writer, checkpointing=checkpointing)
+    method = method_of(kind, loaded, seed=seed, **own)
     size = sum(parameter.numel() for parameter in method.parameters().values())
     if not as_json:
         say(f"{kind} with {size:,} parameters on {loaded.name} ({loaded.device}); {samples} questions of {task}")
@@ -149,5 +142,5 @@ def train(
     except KeyboardInterrupt:  # distill has said how to go on
         raise typer.Exit(130) from None
     emit(trained, as_json)
-    what = "compactor" if kind == "still" else "Writer"
+    what = "Writer" if kind in WRITERS else "compactor"
     say(f"Saved in {out}: the {what} is {out / 'best'}, the figure {out / 'figures' / 'training.html'}.")

@@ -11,10 +11,11 @@ the same model, frozen, on the method's caches. `runs/bio/best` then holds what 
 
 from kvnotes_interp.training.compacting import Compacting
 from kvnotes_interp.training.distill import distill
-from kvnotes_interp.training.examples import Example, draw, examples_of
+from kvnotes_interp.training.examples import Example, Part, draw, draw_parts, examples_of
 from kvnotes_interp.training.loss import kl_to_teacher
 from kvnotes_interp.training.method import Method
 from kvnotes_interp.training.reader import answer_logits
+from kvnotes_interp.training.selecting import Selecting
 from kvnotes_interp.training.settings import Settings
 from kvnotes_interp.training.teacher import Target, teach
 from kvnotes_interp.training.trained import Trained
@@ -24,6 +25,8 @@ __all__ = [
     "Compacting",
     "Example",
     "Method",
+    "Part",
+    "Selecting",
     "Settings",
     "Target",
     "Trained",
@@ -31,6 +34,7 @@ __all__ = [
     "answer_logits",
     "distill",
     "draw",
+    "draw_parts",
     "examples_of",
     "kl_to_teacher",
     "teach",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -88,6 +88,36 @@ def draw(
     seen = {question.content for question in train}
     fresh = [question for question in held_out if question.content not in seen]
     return (train, fresh) if len(fresh) == validation else _held_out(task, kinds, sizes, seed, train + held_out)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A task to draw from, with `docs` and the options of `draw`."""
+
+    task: str
+    docs: Sequence[int] | None = (2, 3, 5, 7)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def draw_parts(
+    parts: Sequence[Part], *, samples: int, validation: int, seed: int = 0
+) -> tuple[list[Question], list[Question]]:
+    """(training questions, validation questions) in equal parts, each as `draw` gives it; the first get a remainder.
+
+    Contents are kept apart within a part: two parts of one task may ask in validation what the other was trained on.
+    Raises InputError for fewer questions than parts, and as `draw`.
+    """
+    if not 0 < len(parts) <= min(samples, validation):
+        raise InputError(
+            f"{samples} training and {validation} validation questions of {len(parts)} tasks: give at least one task, "
+            "and at least one question of either kind for each."
+        )
+    shares = zip(_shares(samples, len(parts)), _shares(validation, len(parts)), strict=True)
+    drawn = [
+        draw(part.task, samples=ours, validation=theirs, docs=part.docs, seed=seed, **part.options)
+        for part, (ours, theirs) in zip(parts, shares, strict=True)
+    ]
+    return [q for train, _ in drawn for q in train], [q for _, held in drawn for q in held]
 
 
 def _held_out(

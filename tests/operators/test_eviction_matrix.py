@@ -15,6 +15,7 @@ from kvnotes_interp.compact import SYNTHETIC, CompactCache
 from kvnotes_interp.model import Model
 from kvnotes_interp.operators import eviction
 from kvnotes_interp.operators.eviction.compacted import sliding_layers
+from kvnotes_interp.operators.scorer import new_scorer
 from kvnotes_interp.operators.still import new_still
 from tests.architectures import WINDOW
 from tests.tiny import tiny
@@ -24,12 +25,13 @@ N = len(IDS)
 TAIL = [50, 21, 83]
 # Grouped queries, q/k-norm, sliding layers with rotations of their own, soft-caps, partial rotation, no positions.
 NAMES = ["llama", "qwen3", "gemma3", "gemma2", "phi", "gpt_neox", "cohere2"]
-CHOOSERS = ["random", "streaming", "key_norm", "h2o", "snapkv"]
+CHOOSERS = ["random", "streaming", "key_norm", "h2o", "snapkv", "scorer"]
 FAST: dict[str, dict[str, Any]] = {"trained_cache": {"steps": 3, "piece": 6}}
 
 
 def compacted(model: Model, name: str, cache: KVCache | CompactCache, **options: Any) -> eviction.Compacted:
-    own = {"adapter": new_still(model)} if name == "still" else FAST.get(name, {})
+    made = {"still": new_still, "scorer": new_scorer}.get(name)
+    own = FAST.get(name, {}) if made is None else {"adapter": made(model)}
     return eviction.find(name)(model, cache, **{**own, **options})
 
 

@@ -11,7 +11,7 @@ from kvnotes_interp.errors import InputError
 from kvnotes_interp.model import Model
 from kvnotes_interp.tasks import documents
 from kvnotes_interp.tasks.documents import load
-from kvnotes_interp.training import Settings, draw, examples_of
+from kvnotes_interp.training import Part, Settings, draw, draw_parts, examples_of
 from kvnotes_interp.training.examples import stretch
 
 
@@ -28,6 +28,23 @@ def test_draw_mixes_numbers_of_documents_and_keeps_contents_apart() -> None:
 
 def test_draw_without_docs_takes_the_tasks_own() -> None:
     assert len(draw("biography", samples=2, validation=1, docs=None, documents=4)[0][0].documents) == 4
+
+
+def test_parts_get_equal_shares_each_as_drawn_alone() -> None:
+    parts = [Part("biography", (2, 3), {"facts": 2}), Part("gated", None), Part("needle", (2,))]
+    train, validation = draw_parts(parts, samples=20, validation=7, seed=3)
+    alone = [
+        draw("biography", samples=7, validation=3, docs=(2, 3), seed=3, facts=2),
+        draw("gated", samples=7, validation=2, docs=None, seed=3),
+        draw("needle", samples=6, validation=2, docs=(2,), seed=3),
+    ]
+    assert train == [question for part, _ in alone for question in part]
+    assert validation == [question for _, part in alone for question in part]
+    one = Part("biography")
+    assert draw_parts([one], samples=9, validation=5, seed=1) == draw("biography", samples=9, validation=5, seed=1)
+    for wrong in ([], [one] * 6):
+        with pytest.raises(InputError, match=f"5 validation questions of {len(wrong)} tasks"):
+            draw_parts(wrong, samples=9, validation=5)
 
 
 def test_an_eighth_of_few_contents_is_held_out() -> None:

@@ -129,6 +129,14 @@ COMPACTORS: dict[str, Compactor] = {
             "Still, arXiv 2606.07878",
             "adapter",
         ),
+        Compactor(
+            "scorer",
+            "scorer.operator",
+            "scorer",
+            "slots that a trained scorer per KV head chooses: @folder",
+            "KV-Distill, arXiv 2503.10337",
+            "adapter",
+        ),
     )
 }
 

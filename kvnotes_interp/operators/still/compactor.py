@@ -15,12 +15,10 @@ What a compactor does not prove: that a cache holds what its source held. It is 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -30,6 +28,7 @@ from kvnotes_interp import compat
 from kvnotes_interp.compact import SYNTHETIC, Cache, CompactCache
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.operators.eviction.compacted import Budget, Compacted, Sliding, counts_of, sliding_layers, whole
+from kvnotes_interp.operators.eviction.trained_compactor import TrainedModules
 from kvnotes_interp.operators.still.perceiver import Frame, Perceiver, Trace, span
 from kvnotes_interp.operators.still.settings import StillSettings
 from kvnotes_interp.rope import LayerRope, rotate
@@ -39,42 +38,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Still:
-    """A compactor of one model; make one with `new_still` or `Still.load`.
+class Still(TrainedModules):
+    """A compactor of one model, one Perceiver per layer; make one with `new_still` or `Still.load`."""
 
-    Attributes:
-        layers: one Perceiver per layer, in at least float32.
-        settings: what `new_still` was given.
-        model_id: of the model that it belongs to. source: that model's, as manifests record it.
-    """
+    title: ClassVar[str] = "Still compactor"
 
-    layers: nn.ModuleList
     settings: StillSettings
-    model_id: str
-    source: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, model: Model, cache: Cache, *, budget: Budget, sliding: Sliding = "keep") -> Compacted:
         """`compact` without gradients, in the form of every compactor. Nothing is run through the model."""
         with torch.no_grad():
             return Compacted(self.compact(model, cache, budget=budget, sliding=sliding))
-
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """What is trained, by name."""
-        return dict(self.layers.named_parameters())
-
-    @property
-    def n_parameters(self) -> int:
-        """How many numbers are trained; the model's own are `model.shape.n_params`."""
-        return sum(parameter.numel() for parameter in self.layers.parameters())
-
-    @property
-    def fingerprint(self) -> str:
-        """Sixteen hex digits of everything that decides what it writes: settings and trained numbers."""
-        digest = hashlib.sha256(json.dumps([self.model_id, self.settings.model_dump()], sort_keys=True).encode())
-        for name, parameter in sorted(self.parameters().items()):
-            digest.update(f"{name}|{parameter.dtype}".encode())
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:16]
 
     def compact(self, model: Model, cache: Cache, *, budget: Budget, sliding: Sliding = "keep") -> CompactCache:
         """The cache in `budget` slots per KV head; differentiable where gradients are on.
@@ -161,28 +135,6 @@ class Still:
             _Slots(*(None if t is None else t[i] for t in split), places[i], sources)  # type: ignore[arg-type]
             for i in range(len(parts))
         ]
-
-    def check(self, model: Model) -> None:
-        """Raise InputError unless this compactor belongs to the model."""
-        if self.model_id != model.model_id:
-            raise InputError(
-                f"this Still compactor belongs to {self.model_id!r}, the model at hand is {model.model_id!r}: its "
-                "keys would be of other weights. Load that model, or train a compactor for this one."
-            )
-        for what in ("revision", "sha256"):
-            mine, theirs = self.source.get(what, ""), getattr(model.source, what)
-            if mine and theirs and mine != theirs:
-                raise InputError(f"this Still compactor was trained on {what} {mine}, the model is {theirs}.")
-
-    def set(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set all parameters, in place, to the tensors of these names. Raises InputError when they are others."""
-        own = self.parameters()
-        wrong = set(own) ^ set(tensors) or {n for n, p in own.items() if p.shape != tensors[n].shape}
-        if wrong:
-            raise InputError(f"these are not the {len(own)} tensors of this compactor: {sorted(wrong)[0]} differs.")
-        with torch.no_grad():
-            for name, parameter in own.items():
-                parameter.copy_(tensors[name])
 
     def save(self, folder: str | Path, *, training: Mapping[str, Any] | None = None) -> Path:
         """Write `still.safetensors` and, last, `still.json`; returns the folder. `training`: how it was trained."""
