@@ -34,6 +34,19 @@ def test_compact_leaves_a_run_folder(kvprobe: Call, tiny_folder: Path, tmp_path:
     assert kvprobe(*command, "--resume").out == done.out
 
 
+def test_compact_in_passes_and_in_chunks(kvprobe: Call, tiny_folder: Path, tmp_path: Path) -> None:
+    base = ("compact", "--model", tiny_folder, "--n", 1, *QUESTIONS, "--compactors", "streaming@2", "--timing", 0)
+    done = kvprobe(*base, "--ratios", 4, "--passes", "1,2", "--quiet", "--out", tmp_path / "run")
+    assert done.code == 0, done.err
+    assert "figures/compaction_passes.html" in done.words
+    summary = json.loads(kvprobe("show", tmp_path / "run", "--json").out)
+    assert {"kl_streaming@2_4x", "kl_streaming@2_4x_2p", "peak_share_random@4_4x_2p"} <= set(summary)
+    assert "ratio_1_in_parts" in summary["controls"]
+    done = kvprobe(*base, "--iterative", "--chunk", 16, "--budget", 8, "--json")
+    assert done.code == 0, done.err
+    assert "kl_streaming@2_8slots" in json.loads(done.out)
+
+
 def test_survive_takes_several_families(kvprobe: Call, tiny_folder: Path) -> None:
     done = kvprobe(
         *("survive", "--model", tiny_folder, "--task", "pronoun,language", "--n", 8, "--seed", 2),
@@ -76,6 +89,8 @@ def test_wrong_uses_are_one_line(kvprobe: Call, tiny_folder: Path) -> None:
         (("compact", *model, "--task", "pronoun"), "compact answers document questions"),
         (("compact", *model, "--compactors", "snapkw"), 'Did you mean "snapkv"'),
         (("compact", *model, "--ratios", "two"), "write numbers"),
+        (("compact", *model, "--n", 1, *QUESTIONS, "--passes", "0"), "each at least 1"),
+        (("compact", *model, "--n", 1, *QUESTIONS, "--passes", "2", "--iterative"), "leave one out"),
         (("compact", *model, "--n", 1, *QUESTIONS, "--ratios", "1"), "each above 1"),
         (("survive", *model, "--task", "gate,bagde"), 'Did you mean "badge"'),
         (("survive", *model, "--sliding", "kep"), 'Did you mean "keep"'),

@@ -123,9 +123,18 @@ ThoughtTokens = Annotated[
 Temperature = Annotated[float, _option(_EDITS, "Of the chain of thought; 0 is greedy.", metavar="X", min=0.0)]
 Turns = Annotated[int, _option(_EDITS, "Also toggle the field so many times, by errata alone.", metavar="N", min=0)]
 Compactors = Annotated[
-    str, _option(_EDITS, "Ways to compact: snapkv, NAME@VALUE, still@DIR; random slots in any case.", metavar="LIST")
+    str,
+    _option(
+        _EDITS, "Ways to compact: snapkv, NAME@VALUE, still@DIR, scorer@DIR; random slots in any case.", metavar="LIST"
+    ),
 ]
 Ratios = Annotated[str, _option(_EDITS, "Slots before over slots after.", metavar="LIST")]
+Passes = Annotated[str, _option(_EDITS, "Parts that a context is read and compacted in.", metavar="LIST")]
+Iterative = Annotated[
+    bool, _option(_EDITS, "In place of ratios and passes: parts of --chunk tokens, to --budget slots.", "--iterative")
+]
+Chunk = Annotated[int, _option(_EDITS, "Tokens read between two compactions (--iterative).", metavar="N", min=1)]
+Slots = Annotated[int, _option(_EDITS, "Slots kept per KV head and layer.", "--budget", metavar="N", min=1)]
 Sliding = Annotated[str, _option(_EDITS, "Layers of a short window: keep (whole), compact.", metavar="NAME")]
 QueryAware = Annotated[bool, _option(_EDITS, "Show compactors that observe the question.", "--query-aware")]
 Wording = Annotated[str, _option(_EDITS, "Of the erratum.", metavar="NAME")]

@@ -229,6 +229,10 @@ def edit(
 def compact(
     compactors: opt.Compactors = opt.COMPACTORS,
     ratios: opt.Ratios = "2,4,8,16",
+    passes: opt.Passes = "1",
+    iterative: opt.Iterative = False,
+    chunk: opt.Chunk = 512,
+    budget: opt.Slots = 64,
     sliding: opt.Sliding = "keep",
     query_aware: opt.QueryAware = False,
     max_new_tokens: opt.MaxNewTokens = 8,
@@ -237,6 +241,10 @@ def compact(
     """Compaction: answers from compact caches, against the full one, and what they cost. Document questions."""
     return {
         **_compacting(compactors, ratios, sliding),
+        "passes": opt.numbers("--passes", passes, int),
+        "iterative": iterative,
+        "chunk": chunk,
+        "budget": budget,
         "query_aware": query_aware,
         "max_new_tokens": max_new_tokens,
         "timing": timing,

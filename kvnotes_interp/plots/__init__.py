@@ -33,6 +33,7 @@ KINDS: dict[str, Kind] = {
     "splice_share": Kind("splice_share", "quality", "exact_match", "answers of composed caches by share run", None),
     "splice_documents": Kind("splice_documents", "quality", "exact_match", "the same by number of documents", None),
     "splice_ttft": Kind("splice_ttft", "ttft", "speedup", "time to the first token against length", None),
+    "compaction_passes": Kind("compaction_passes", "cost", "peak", "answers of compact caches by number of passes"),
     "compaction_ratio": Kind("compaction_ratio", "compaction", "exact_match", "answers of compact caches by ratio"),
     "compaction_time": Kind("compaction_time", "time", "prefills", "the same against the time to compact", None),
     "survival": Kind("survival", "survival", "gap", "derived against verbatim decisions, by compactor and ratio"),

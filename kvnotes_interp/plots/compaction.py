@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # compactor -> name, colour, dash, marker; the order is that of the legend.
 LOOKS = {
     "still": ("Still", style.PURPLE, "solid", "star"),
+    "scorer": ("trained choice", style.PURPLE, "dash", "cross"),
     "trained_cache": ("trained cache", style.INK, "dash", "hexagon"),
     "attention_matching": ("Attention Matching", style.BLUE, "solid", "circle"),
     "snapkv": ("SnapKV", style.ORANGE, "solid", "diamond"),
@@ -44,11 +45,18 @@ def in_order(compactors: Sequence[str]) -> list[tuple[str, int]]:
 
 
 def answers(result: Result, readout: str) -> pd.DataFrame:
-    """Mean of a readout per compactor and ratio, with its interval; references stand at ratio 1 and at none."""
+    """Mean of a readout per compactor and ratio, with its interval; references stand at ratio 1 and at none.
+
+    Of arms that differ in their number of passes only those of the fewest are shown: see the plot over passes.
+    """
     splicing.check_readout(readout)
     table = splicing.quality(result, readout, ["site", "compactor"], view="compaction")
     frame = result.frame[result.frame["view"] == "compaction"]
-    table["ratio"] = table["site"].map(frame.groupby("site")["ratio"].first()).astype(float)
+    table["ratio"] = table["site"].map(frame.groupby("site")["ratio"].median()).astype(float)
+    if "passes" in frame:
+        passes = table["site"].map(frame.groupby("site")["passes"].mean())
+        kept = table["site"].isin(REFERENCES)
+        table = table[kept | (passes == passes[~kept].min())].reset_index(drop=True)
     return table
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,20 +17,18 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvnotes_interp import attention, compat
+from kvnotes_interp import compat
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import CompactCache
 from kvnotes_interp.errors import InputError, UnsupportedError
-from kvnotes_interp.operators.blocks import Blocks
 from kvnotes_interp.operators.eviction.compacted import sliding_layers
+from kvnotes_interp.operators.still.stream import Tokens, parts_of
 from kvnotes_interp.training.examples import Example
-from kvnotes_interp.training.reader import bias_in_front, in_front
+from kvnotes_interp.training.reader import run
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
     from kvnotes_interp.operators.still import Still
-
-Tokens = tuple[int, ...]
 
 
 class Compacting:
@@ -91,7 +87,7 @@ class Compacting:
             passes = 2 ** int(torch.randint(self.horizon.bit_length(), ()))
         tokens = sum(example.blocks.n_context for example in examples) / len(examples)
         budget = math.ceil(tokens / math.exp(low + share * (high - low)))
-        parts = zip(*(_parts(example.blocks, passes) for example in examples), strict=True)
+        parts = zip(*(parts_of(example.blocks, passes) for example in examples), strict=True)
         first, *later = list(parts)
         caches = self.still.compact_all(self.model, _prefilled(self.model, first), budget=budget)
         for chunks in later:
@@ -101,22 +97,6 @@ class Compacting:
                 grown = _extended(self.model, caches, chunks)
             caches = self.still.compact_all(self.model, grown, budget=budget)
         return caches
-
-
-def _parts(blocks: Blocks, n: int) -> list[Tokens]:
-    """The context in `n` parts of about equal length, cut between documents where there are as many, else anywhere.
-
-    Raises InputError for fewer tokens than parts.
-    """
-    context, ends = blocks.context, [stop for _, stop in blocks.spans]
-    if len(context) < n:
-        raise InputError(f"a context of {len(context)} tokens cannot be compacted in {n} parts; lower the horizon.")
-    ends = ends if len(ends) >= n else list(range(1, len(context) + 1))
-    cuts = [0]
-    for i in range(1, n + 1):
-        later = [end for end in ends[i - 1 : len(ends) - n + i] if end > cuts[-1]]
-        cuts.append(min(later, key=lambda end: abs(end - i * len(context) / n)))
-    return [context[a:b] for a, b in pairwise(cuts)]
 
 
 def _padded(model: Model, rows: Sequence[Tokens]) -> Tensor:
@@ -145,34 +125,15 @@ def _prefilled(model: Model, rows: Sequence[Tokens]) -> list[KVCache]:
 
 
 def _extended(model: Model, caches: Sequence[CompactCache], rows: Sequence[Tokens]) -> list[CompactCache]:
-    """Every row run on top of its cache, all in one batch: caches padded in front, out of sight."""
-    ids = _padded(model, rows)
-    longest, width, layers = ids.shape[1], max(max(cache.slots) for cache in caches), range(caches[0].n_layers)
+    """Every row run on top of its cache, all in one batch."""
+    longest = max(map(len, rows))
     if any(any(sliding_layers(model, cache.end + longest)) for cache in caches):
         raise UnsupportedError(
             f"{model.name} has layers whose sliding window is shorter than these contexts; only horizon=1 can be "
             "trained there. Set it, or take shorter contexts."
         )
-    keys = [torch.cat([in_front(cache.keys[layer], width) for cache in caches]) for layer in layers]
-    values = [torch.cat([in_front(cache.values[layer], width) for cache in caches]) for layer in layers]
-    bias = None
-    if any(cache.bias is not None for cache in caches):
-        bias = tuple(torch.cat([bias_in_front(cache, layer, width) for cache in caches]) for layer in layers)
-    seen = torch.arange(width + longest) >= torch.tensor([[width - max(cache.slots)] for cache in caches])
-    positions = torch.tensor([[cache.end] for cache in caches]) + torch.arange(longest)
-    fork = compat.new_cache(keys, values)
-    with attention.using(model.hf, attention.Plan(bias=bias)) if bias is not None else nullcontext():
-        compat.forward(model.hf, ids, fork, positions, mask=seen.to(model.device))
-    keys, values = compat.read_cache(fork)
-    return [
-        cache.appended(
-            [key[i : i + 1, :, width : width + len(row)] for key in keys],
-            [value[i : i + 1, :, width : width + len(row)] for value in values],
-            ids[i : i + 1, : len(row)],
-            positions[i, : len(row)],
-        )
-        for i, (cache, row) in enumerate(zip(caches, rows, strict=True))
-    ]
+    found = run(model, caches, rows)
+    return [found.appended(cache, i, len(row)) for i, (cache, row) in enumerate(zip(caches, rows, strict=True))]
 
 
 def _detached(cache: CompactCache) -> CompactCache:

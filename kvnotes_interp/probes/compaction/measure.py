@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ from kvnotes_interp.probes.answering import (
     rounding,
     wait,
 )
-from kvnotes_interp.probes.compaction.points import Compacting, Point
+from kvnotes_interp.probes.compaction.points import Compacting, Point, Streamed
 from kvnotes_interp.probes.items import Item
 from kvnotes_interp.tasks.documents.question import Question
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 FULL, NO_CONTEXT = "full", "no_context"
 VIEW = "compaction"
-_REFERENCES = {
+_REFERENCES: dict[str, dict[str, Any]] = {
     FULL: {"site": FULL, "compactor": FULL, "ratio": 1.0},
     NO_CONTEXT: {"site": NO_CONTEXT, "compactor": NO_CONTEXT, "ratio": math.nan},
 }
@@ -68,15 +68,15 @@ class Measure:
         floor = self.look(item, bare, rest)
         made, times = self.made(item, cache)
         rows = [
-            *self.rows(_REFERENCES[FULL], item, full, full, rivals, cost(cache, cache)),
-            *self.rows(_REFERENCES[NO_CONTEXT], item, floor, full, rivals, cost(bare, cache)),
+            *self.rows(self.about(FULL, item), item, full, full, rivals, self.cost(cache, cache)),
+            *self.rows(self.about(NO_CONTEXT, item), item, floor, full, rivals, self.cost(bare, cache)),
         ]
         for point in self.points:
             compacted = made.pop(point.name)
             arm = self.look(item, compacted.cache, item.blocks.suffix)
-            rows += self.rows(
-                point.about, item, arm, full, rivals, cost(compacted.cache, cache, compacted.layer_tokens)
-            )
+            peak = compacted.peak if isinstance(compacted, Streamed) else cache.nbytes
+            costs = self.cost(compacted.cache, cache, compacted.layer_tokens, peak)
+            rows += self.rows(self.about(point, item), item, arm, full, rivals, costs)
         controls, noise = self.controls(item, cache, full, floor)
         ahead = margin(full.logits, item.answer[0], rivals)
         answered = ahead >= max(self.competence.min_gap, self.competence.min_gap_noise * noise)
@@ -91,6 +91,36 @@ class Measure:
             "documents": len(item.blocks.chunks),
         }
         return pd.DataFrame([{**about, **row} for row in (*rows, *times, *controls)]), line
+
+    @property
+    def iterated(self) -> bool:
+        """Whether any arm compacts its context in parts: the frame then says in how many, and what a part took."""
+        return any(point.in_parts for point in self.points)
+
+    def about(self, arm: Point | str, item: Item) -> dict[str, Any]:
+        """What the frame says of an arm; where sizes are absolute, of what this context makes of them."""
+        if isinstance(arm, str):
+            return {**_REFERENCES[arm], **({"passes": 1} if self.iterated else {})}
+        n = item.blocks.n_context
+        ratio = arm.ratio if arm.slots is None else n / arm.budget(n)
+        return {**arm.about, "ratio": ratio, **({"passes": len(arm.parts(item.blocks))} if self.iterated else {})}
+
+    def cost(self, cache: Cache, full: KVCache, layer_tokens: int = 0, peak: int | None = None) -> dict[str, float]:
+        """Slots per layer, bytes, layer-tokens run to observe over a prefill's; where contexts are read in parts, also
+
+        the `peak`: bytes of the largest cache before a compaction.
+        """
+        slots = slots_of(cache)
+        found = {
+            "slots": sum(slots) / len(slots),
+            "bytes": float(cache.nbytes),
+            "share": cache.nbytes / full.nbytes,
+            "observed": layer_tokens / (len(full) * full.n_layers),
+        }
+        if self.iterated:
+            peak = cache.nbytes if peak is None else peak
+            found |= {"peak": float(peak), "peak_share": peak / full.nbytes}
+        return found
 
     def look(self, item: Item, cache: Cache, suffix: Sequence[int]) -> Arm:
         return answer_on(self.model, item, cache, suffix, max_new_tokens=self.max_new_tokens)
@@ -114,13 +144,16 @@ class Measure:
         answers = [{**row, "view": VIEW} for row in quality(item, arm, full, rivals)]
         return [{**about, **row} for row in (*answers, *paid)]
 
-    def compact(self, point: Point, item: Item, cache: KVCache) -> Compacted:
+    def compact(self, point: Point, item: Item, cache: KVCache) -> Compacted | Streamed:
+        """The context compacted: `cache` at once, or the context part by part."""
         observe = list(item.blocks.suffix) if self.query_aware else None
+        if point.in_parts:
+            return self.compacting.in_parts(point, item.blocks, key=item.key, observe=observe)
         return self.compacting(point.compactor, cache, point.ratio, key=item.key, observe=observe)
 
-    def made(self, item: Item, cache: KVCache) -> tuple[dict[str, Compacted], list[dict[str, Any]]]:
+    def made(self, item: Item, cache: KVCache) -> tuple[dict[str, Compacted | Streamed], list[dict[str, Any]]]:
         """(every compact cache by its name, rows of their median times and of the prefill's, in random order)."""
-        found: dict[str, Compacted] = {}
+        found: dict[str, Compacted | Streamed] = {}
         taken: dict[str, list[float]] = {}
         by_name: dict[str, Point | None] = {FULL: None, **{point.name: point for point in self.points}}
         for turn in range(max(1, self.timing)):
@@ -129,34 +162,35 @@ class Measure:
                 point = by_name[name]
                 wait(self.model.device)
                 start = time.perf_counter()
+                compacted = None
                 if point is None:
                     engine.prefill(self.model, item.blocks.context)
                 else:
                     compacted = self.compact(point, item, cache)
                     found.setdefault(name, compacted)
                 wait(self.model.device)
-                taken.setdefault(name, []).append(time.perf_counter() - start)
+                seconds = time.perf_counter() - start
+                # Running the parts is the prefill of this arm, and not a part of compacting.
+                taken.setdefault(name, []).append(compacted.seconds if isinstance(compacted, Streamed) else seconds)
         if not self.timing:
             return found, []
         medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
         rows = []
         for name, point in by_name.items():
-            about = {"view": "time", **(_REFERENCES[FULL] if point is None else point.about)}
+            about = {"view": "time", **self.about(FULL if point is None else point, item)}
             rows.append({**about, "readout": "seconds", "value": medians[name]})
             rows.append({**about, "readout": "prefills", "value": medians[name] / medians[FULL]})
         return found, rows
 
     def controls(self, item: Item, cache: KVCache, full: Arm, floor: Arm) -> tuple[list[dict[str, Any]], float]:
-        """Rows of the three controls, and the noise floor in logits. Raises ControlError on the first that fails."""
+        """Rows of the controls, and the noise floor in logits. Raises ControlError on the first that fails."""
 
         def gap(other: Cache) -> float:
             return float((logits_on(self.model, other, item.blocks.suffix) - full.logits).abs().max())
 
         noise, astray = gap(in_two_passes(self.model, item.blocks)), float((floor.logits - full.logits).abs().max())
-        whole = {
-            name: gap(self.compact(Point(compactor, 1.0), item, cache).cache)
-            for name, compactor in {point.compactor.name: point.compactor for point in self.points}.items()
-        }
+        compactors = {point.compactor.name: point.compactor for point in self.points}
+        whole = {name: gap(self.compact(Point(one, 1.0), item, cache).cache) for name, one in compactors.items()}
         worst = max(whole, key=whole.__getitem__)
         gaps = {
             "documents_matter": noise / astray if astray else math.inf,
@@ -164,16 +198,24 @@ class Measure:
             "ratio_1": whole[worst],
         }
         allowed = rounding(self.model, full, astray=astray)
-        limits = {
-            "documents_matter": 0.1,
-            "full_twice": allowed,
-            "ratio_1": min(max(8 * noise, allowed), 0.5 * astray),
-        }
+        same = min(max(8 * noise, allowed), 0.5 * astray)
+        limits = {"documents_matter": 0.1, "full_twice": allowed, "ratio_1": same}
         what = {
             "documents_matter": "the noise over the effect of leaving the documents out",
             "full_twice": "the largest logit gap of one pass against two",
             "ratio_1": f"the largest logit gap of a budget of all slots ({worst})",
         }
+        if self.iterated:
+            most = max((point for point in self.points if point.in_parts), key=lambda point: point.passes)
+            all_slots = replace(most, ratio=1.0, slots=None if most.slots is None else item.blocks.n_context)
+            whole = {
+                name: gap(self.compact(replace(all_slots, compactor=one), item, cache).cache)
+                for name, one in compactors.items()
+            }
+            worst = max(whole, key=whole.__getitem__)
+            gaps["ratio_1_in_parts"], limits["ratio_1_in_parts"] = whole[worst], same
+            n = len(all_slots.parts(item.blocks))
+            what["ratio_1_in_parts"] = f"the largest logit gap of a budget of all slots in {n} passes ({worst})"
         for name, value in gaps.items():
             if not value <= limits[name]:
                 raise ControlError(
@@ -187,14 +229,3 @@ class Measure:
             for readout, value in (("gap", own), ("tolerance", limits[name]))
         ]
         return [*rows, {"view": "control", "site": "noise_floor", "readout": "gap", "value": noise}], noise
-
-
-def cost(cache: Cache, full: KVCache, layer_tokens: int = 0) -> dict[str, float]:
-    """Slots per layer, bytes, both over the full cache's, and layer-tokens run to observe, over a prefill's."""
-    slots = slots_of(cache)
-    return {
-        "slots": sum(slots) / len(slots),
-        "bytes": float(cache.nbytes),
-        "share": cache.nbytes / full.nbytes,
-        "observed": layer_tokens / (len(full) * full.n_layers),
-    }

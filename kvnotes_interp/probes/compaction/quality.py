@@ -4,15 +4,19 @@ For every question the cache of prefix and documents is compacted by every compa
 run on what is left. The full cache is the ceiling, the prompt without documents the floor, random slots are what any
 choice must beat. (Still, arXiv 2606.07878; the compactors' own papers are named where they are registered.)
 
+In several passes the context is read in parts, and what is there is compacted to the same budget behind each, so that
+arms of one ratio end with the same bytes and differ in how often they were compacted.
+
 What this does not prove: that a cache which answers holds what its source held: a question asks for one thing. Nor
-which compactor is best elsewhere: the order changes with model, task and length. Times are those of this run.
+which compactor is best elsewhere: the order changes with model, task and length. Times are those of this run. Passes
+say nothing of streams with more of them, least of all beyond the horizon that a compactor was trained on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -22,7 +26,7 @@ from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators.eviction.compacted import Sliding
 from kvnotes_interp.probes.answering import check_memory
 from kvnotes_interp.probes.compaction.measure import Measure
-from kvnotes_interp.probes.compaction.points import COMPACTORS, RATIOS, Compacting, points_of, trained
+from kvnotes_interp.probes.compaction.points import COMPACTORS, RATIOS, Compacting, Point, points_of, trained
 from kvnotes_interp.probes.compaction.summary import summarise
 from kvnotes_interp.probes.items import fingerprint, items_of
 from kvnotes_interp.progress import Bar
@@ -40,6 +44,10 @@ def compaction_quality(
     *,
     compactors: Sequence[str] = COMPACTORS,
     ratios: Sequence[float] = RATIOS,
+    passes: Sequence[int] = (1,),
+    iterative: bool = False,
+    chunk: int = 512,
+    budget: int = 64,
     sliding: Sliding = "keep",
     query_aware: bool = False,
     max_new_tokens: int = 8,
@@ -59,6 +67,11 @@ def compaction_quality(
         compactors: names of `operators.eviction.COMPACTORS`, NAME@VALUE with its one option set, still@FOLDER for a
             trained one. Random slots ("random@4", the sink spared) are run in any case.
         ratios: slots before over slots after, above 1.
+        passes: numbers of parts that a context is read in, cut between documents where there are as many. Behind each
+            part the whole is compacted to the budget of the ratio, context / ratio slots; what fits is left as it is.
+            Compactors that observe tokens observe those of the part.
+        iterative: in place of ratios and passes, read every context in parts of `chunk` tokens and compact to `budget`
+            slots behind each.
         sliding: "keep" layers whole whose window is shorter than the context, or "compact" them too.
         query_aware: show the question to the compactors that observe tokens (H2O, SnapKV, Attention Matching); else
             they see the context alone, as a cache is compacted before anyone asks.
@@ -71,24 +84,34 @@ def compaction_quality(
         seed: of random slots and intervals. memory_budget: bytes for one question's caches.
         out, resume, progress: as in `local_patching`.
 
-    The frame has one row per (question, arm, readout); arms are "full", "no_context" and NAME_RATIOx, with the columns
-    `compactor`, `ratio`, `size` (tokens of prefix and documents) and `position` (slot of the first supporting
-    document). Views: "compaction" (the answers); "cost" (slots, bytes, share of the full cache's bytes, layer-tokens
-    observed over a prefill's); "time" (seconds to compact, and over the seconds of the prefill).
+    The frame has one row per (question, arm, readout); arms are "full", "no_context", NAME_RATIOx and, in N passes,
+    NAME_RATIOx_Np (NAME_Nslots with `iterative`), with the columns `compactor`, `ratio`, `size` (tokens of prefix and
+    documents) and `position` (slot of the first supporting document). Views: "compaction" (the answers); "cost" (slots,
+    bytes, share of the full cache's bytes, layer-tokens observed over a prefill's); "time" (seconds to compact, and
+    over the seconds of the prefill; running the parts is not counted). Where contexts are read in parts there are
+    also the column `passes`, and in "cost" `peak`, the bytes of the largest cache before a compaction, and
+    `peak_share`, over the full cache's.
 
     Controls, per question: the full cache in two passes; a budget of all slots equals the full cache, for every
-    compactor; leaving the documents out must change the logits by far more than the noise.
+    compactor, at once and in the largest number of passes; leaving the documents out must change the logits by far
+    more than the noise.
 
     Raises:
-        InputError: unknown compactor or option, no question, caches that exceed the memory budget.
+        InputError: unknown compactor or option, no question, more passes than tokens, caches that exceed the memory
+            budget.
         ControlError: a control failed; its numbers mean nothing.
     """
-    points = points_of(compactors, ratios)
+    size = {"chunk": chunk, "slots": budget} if iterative else {}
+    if iterative and tuple(passes) != (1,):
+        raise InputError(f"passes={tuple(passes)} with iterative=True: the chunks decide the passes; leave one out.")
+    points = points_of(compactors, ratios, passes, **size)
     for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("timing", timing, 0)):
         if value < least:
             raise InputError(f"{name}={value}: give at least {least}.")
     competence = Competence(min_gap, min_gap_noise)
     found, aside = items_of(model, questions)
+    for item in found:
+        max(points, key=lambda point: point.passes).parts(item.blocks)  # a context too short is refused at once
     by_key = {question.key: question for question in questions}
     written = trained(points)
     request = {
@@ -102,7 +125,7 @@ def compaction_quality(
         "pairs_sha256": fingerprint(questions),
         "options": {
             "compactors": list(dict.fromkeys(point.compactor.name for point in points)),
-            "ratios": list(dict.fromkeys(point.ratio for point in points)),
+            **_sizes(points),
             **({"adapters": written} if written else {}),
             "sliding": sliding,
             "query_aware": query_aware,
@@ -113,7 +136,9 @@ def compaction_quality(
         },
     }
     # The full one, one in two passes, two in the making, and every compact one.
-    check_memory(model, found, memory_budget, caches=4 + sum(1 / point.ratio for point in points))
+    longest = max((item.blocks.n_context for item in found), default=1)
+    kept = sum(point.budget(longest) / longest for point in points)
+    check_memory(model, found, memory_budget, caches=4 + kept)
     measure = Measure(Compacting(model, sliding, seed), points, query_aware, max_new_tokens, timing, competence)
     machine = {"device": str(model.device), "dtype": request["dtype"], "threads": torch.get_num_threads()}
     with Run.open(out, request=request, extra={"machine": machine}, resume=resume) as run:
@@ -144,3 +169,14 @@ def compaction_quality(
         return run.finish(
             frame=frame, pairs=tried, summary=summary, noise_floor=None if noise.empty else float(noise.max())
         )
+
+
+def _sizes(points: Sequence[Point]) -> dict[str, Any]:
+    """What the request says of sizes and passes; passes are not named where each context is compacted once."""
+    if points[0].slots is not None:
+        return {"iterative": True, "chunk": points[0].chunk, "budget": points[0].slots}
+    passes = list(dict.fromkeys(point.passes for point in points))
+    return {
+        "ratios": list(dict.fromkeys(point.ratio for point in points)),
+        **({} if passes == [1] else {"passes": passes}),
+    }

@@ -12,7 +12,7 @@ from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.results import Summary
 from kvnotes_interp.stats import Interval, bootstrap_ratio
 
-READOUTS = ("exact_match", "kl", "share", "prefills")
+READOUTS = ("exact_match", "kl", "share", "peak_share", "prefills")
 _OF_COMPACTED = ("kl", "prefills")  # trivial for the full cache, and without meaning where nothing is compacted
 NOTES = (
     "f1: micro-F1 of the greedy answers. kl (nats): to the full cache.",
@@ -24,6 +24,7 @@ _CONTROLS = {
     "documents_matter": "noise / effect of leaving the documents out",
     "full_twice": "logits, one pass against two",
     "ratio_1": "logits, a budget of all slots",
+    "ratio_1_in_parts": "logits, a budget of all slots in as many passes as were run",
 }
 
 
@@ -54,9 +55,12 @@ def summarise(
     found.require(*(f"f1_{arm}" for arm in arms))
     summary = found.summary(f"compaction quality on {model}", frame, tried)
     controls = tuple(replace(control, detail=_CONTROLS.get(control.name, "")) for control in summary.controls)
+    parts = ()
+    if "passes" in frame:
+        parts = ("Np: read in N parts, compacted behind each. peak_share: bytes before a compaction, at most.",)
     known = f"the full cache answers {len(answered)} of {int(tried['competent'].sum())} questions."
     aware = ("query-aware: compactors that observe were shown the question.",) if query_aware else ()
-    return replace(summary, controls=controls, notes=(*summary.notes, *NOTES, *aware, known))
+    return replace(summary, controls=controls, notes=(*summary.notes, *NOTES, *parts, *aware, known))
 
 
 def by_arm(frame: pd.DataFrame) -> dict[tuple[str, str], pd.DataFrame]:
