@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.files import replacing
 from kvnotes_interp.results import manifest as manifests
+from kvnotes_interp.stats import Interval, bootstrap_ratio
 from kvnotes_interp.tasks import documents
 from kvnotes_interp.tasks.documents import Question
-from kvnotes_interp.training import draw
+from kvnotes_interp.training.examples import Part, draw_parts
 
 TEST_SEED = 1  # of the test questions: the same ones whatever is trained
 
@@ -61,19 +63,10 @@ class StudyFile(Strict):
 
 
 def drawn(tasks: Sequence[Task], samples: int, validation: int, seed: int) -> tuple[list[Question], list[Question]]:
-    """(training, validation) questions, as many of each task."""
-    parts = [
-        draw(
-            one.task,
-            samples=samples // len(tasks),
-            validation=validation // len(tasks),
-            docs=one.documents or None,
-            seed=seed,
-            **one.options,
-        )
-        for one in tasks
-    ]
-    return [q for train, _ in parts for q in train], [q for _, held in parts for q in held]
+    """(training, validation) questions, exactly as many of each task."""
+    parts = [Part(one.task, one.documents or None, one.options) for one in tasks]
+    even = [number - number % len(tasks) for number in (samples, validation)]
+    return draw_parts(parts, samples=even[0], validation=even[1], seed=seed)
 
 
 def check_names(pairs: Sequence[tuple[str, Sequence[str] | Mapping[str, Any]]]) -> None:
@@ -86,6 +79,21 @@ def check_names(pairs: Sequence[tuple[str, Sequence[str] | Mapping[str, Any]]]) 
 def finished(folder: Path) -> bool:
     """Whether this run folder is there and complete."""
     return (folder / "manifest.json").is_file() and manifests.read(folder).get("status") == "complete"
+
+
+def pooled(rows: pd.DataFrame, readout: str) -> dict[str, Any]:
+    """Mean over questions and seeds of a column, its interval over contents, and each seed's mean.
+
+    "micro_f1" is of the columns f1_common and f1_words. rows: one per question and seed, with `pair` and `content`.
+    """
+    top, bottom = ("f1_common", "f1_words") if readout == "micro_f1" else (readout, None)
+
+    def ratio(of: pd.DataFrame) -> Interval:
+        ones = [1.0] * len(of) if bottom is None else of[bottom].to_numpy(float)
+        return bootstrap_ratio(of[top].to_numpy(float), ones, of["content"].tolist())
+
+    seeds = {str(seed): ratio(own).mean for seed, own in rows.groupby("seed")}
+    return {**ratio(rows).to_dict(), "n": int(rows["pair"].nunique()), "seeds": seeds}
 
 
 def write_summary(path: Path, study: StudyFile, model_id: str, tables: Mapping[str, Any]) -> dict[str, Any]:

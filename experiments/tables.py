@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,24 @@ def cell(value: Mapping[str, Any]) -> str:
     """`0.174 [0.150, 0.199]`: a mean with its interval, where it has one."""
     text = f"{value['mean']:.3f}"
     return text if value["low"] is None else f"{text} [{value['low']:.3f}, {value['high']:.3f}]"
+
+
+def short(row: Mapping[str, Any] | None) -> str:
+    """`0.84 [0.76, 0.91]`: mean and interval; empty where nothing was measured."""
+    if row is None or row["mean"] is None:
+        return ""
+    bounds = "" if row["low"] is None else f" [{row['low']:.2f}, {row['high']:.2f}]"
+    return f"{row['mean']:.2f}{bounds}"
+
+
+def find(rows: Iterable[Mapping[str, Any]], **wanted: Any) -> Mapping[str, Any] | None:
+    """The row that agrees with `wanted`."""
+    return next((row for row in rows if all(row[key] == value for key, value in wanted.items())), None)
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A markdown table."""
+    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def what_ran(folder: Path, name: str | None = None) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,6 @@ def table(runs: Path) -> str:
             lines += make(runs / name / part)
     used = [f"`{name}` ({STUDIES[name]}; commit {commit(one)})" for name, one in found.items()]
     return "\n".join([*lines, "", f"Studies: {'; '.join(used)}."] if used else lines)
-
-
-def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A markdown table."""
-    return [f"| {' | '.join(head)} |", "|" + "---|" * len(head), *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def own_writers(study: Mapping[str, Any], task: str) -> list[str]:
@@ -104,7 +99,7 @@ def answers(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for name, study in found.items():
         for task in study["study"]["tasks"]:
             rows.append([f"ours, {STUDIES[name]}, {label(study, task)}", *quality_cells(study, "micro_f1", task, ALL)])
-    return ["### Micro-F1, the papers' beside ours", "", *grid(["", *OPERATORS.values()], rows)]
+    return ["### Micro-F1, the papers' beside ours", "", *tables.grid(["", *OPERATORS.values()], rows)]
 
 
 def by_documents(study: Mapping[str, Any]) -> list[str]:
@@ -115,7 +110,7 @@ def by_documents(study: Mapping[str, Any]) -> list[str]:
         for number in numbers:  # of a guess there is no agreement
             for readout, words in (("micro_f1", "F1"), ("kl", "KL"), ("top1_agreement", "agreement")):
                 rows.append([label(study, task), str(number), words, *quality_cells(study, readout, task, number)])
-    return grid(["task", "documents", "", *OPERATORS.values()], rows)
+    return tables.grid(["task", "documents", "", *OPERATORS.values()], rows)
 
 
 def transfer(study: Mapping[str, Any]) -> list[str]:
@@ -135,7 +130,7 @@ def transfer(study: Mapping[str, Any]) -> list[str]:
         cells = [f"{f1['mean']:.3f}, {kl['mean']:.3f}" if f1 and kl else "not run" for f1, kl in both]
         rows.append(["", OPERATORS[operator], *cells])
     head = ["trained on", "", *(f"tested on `{task}`" for task in tasks)]
-    return ["Micro-F1, KL to full recompute:", "", *grid(head, rows)]
+    return ["Micro-F1, KL to full recompute:", "", *tables.grid(head, rows)]
 
 
 def training(study: Mapping[str, Any]) -> list[str]:
@@ -161,7 +156,7 @@ def training(study: Mapping[str, Any]) -> list[str]:
                     ]
                 )
     head = ["Writer", "", "seeds", "steps", "seconds", "KL before", "KL best", "right before", "right best"]
-    return ["Training, on held-out contents of the train split:", "", *grid(head, rows)]
+    return ["Training, on held-out contents of the train split:", "", *tables.grid(head, rows)]
 
 
 def deviation(folder: Path) -> list[str]:
@@ -185,7 +180,7 @@ def deviation(folder: Path) -> list[str]:
         "K angle",
         "V angle",
     ]
-    return ["", f"Attention deviation, {summary['n_tried']} questions:", "", *grid(head, rows)]
+    return ["", f"Attention deviation, {summary['n_tried']} questions:", "", *tables.grid(head, rows)]
 
 
 def regions(study: Mapping[str, Any]) -> list[str]:
@@ -201,7 +196,7 @@ def regions(study: Mapping[str, Any]) -> list[str]:
     ]
     n = study["regions"][0]["n"]
     head = ["patched region", "tokens", *(f"from {OPERATORS[donor]}" for donor in donors)]
-    return ["", f"Recovery of the margin by region, {n} questions:", "", *grid(head, rows)]
+    return ["", f"Recovery of the margin by region, {n} questions:", "", *tables.grid(head, rows)]
 
 
 def patched(folder: Path) -> list[str]:
@@ -216,7 +211,7 @@ def patched(folder: Path) -> list[str]:
             for name, one in found.items()
         ]
         head = ["", "pairs competent", *(key.removeprefix("region_").replace("_", " ") for key in keys)]
-        lines += ["", f"Recovery, `{family.name}`, each region patched alone:", "", *grid(head, rows)]
+        lines += ["", f"Recovery, `{family.name}`, each region patched alone:", "", *tables.grid(head, rows)]
     return lines
 
 
@@ -228,7 +223,7 @@ def read(folder: Path) -> list[str]:
         keys = sorted({key for one in found.values() for key in one if key.startswith("accuracy_") and ":" not in key})
         rows = [[OPERATORS[name], *cells(one, keys)] for name, one in found.items()]
         head = ["", *(key.removeprefix("accuracy_").replace("_", " ") for key in keys)]
-        lines += ["", f"Linear probes, `{family.name}`, accuracy held out:", "", *grid(head, rows)]
+        lines += ["", f"Linear probes, `{family.name}`, accuracy held out:", "", *tables.grid(head, rows)]
     return lines
 
 

@@ -15,9 +15,9 @@ import pandas as pd
 from experiments.sempic.guess import open_answers
 from experiments.sempic.settings import Study
 from experiments.sempic.train import folder_of
-from experiments.studies import finished, write_summary
+from experiments.studies import finished, pooled, write_summary
 from kvnotes_interp.results import Result
-from kvnotes_interp.stats import Interval, bootstrap_ratio
+from kvnotes_interp.stats import bootstrap_ratio
 from kvnotes_interp.training import Trained
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def quality(study: Study, out: Path) -> list[dict[str, Any]]:
             here = frame if number == ALL else frame[frame["documents"] == number]
             for (writer, operator), own in here.groupby(["writer", "operator"], sort=False):
                 about = {"task": task, "documents": number, "writer": writer, "operator": operator}
-                rows += [{**about, "readout": name, **_pooled(own, name)} for name in READOUTS]
+                rows += [{**about, "readout": name, **pooled(own, name)} for name in READOUTS]
         rows += _guess(study, task)
     return rows
 
@@ -114,18 +114,6 @@ def _table(study: Study, result: Result, out: Path, seed: int) -> pd.DataFrame:
 
 def _is(site: str, end: str) -> bool:
     return site == end or Path(site.partition("@")[2]).as_posix().endswith(end)
-
-
-def _pooled(rows: pd.DataFrame, readout: str) -> dict[str, Any]:
-    """Mean over questions and seeds, interval over contents, and each seed's mean."""
-    top, bottom = ("f1_common", "f1_words") if readout == "micro_f1" else (readout, None)
-
-    def ratio(of: pd.DataFrame) -> Interval:
-        ones = [1.0] * len(of) if bottom is None else of[bottom].to_numpy(float)
-        return bootstrap_ratio(of[top].to_numpy(float), ones, of["content"].tolist())
-
-    seeds = {str(seed): ratio(own).mean for seed, own in rows.groupby("seed")}
-    return {**ratio(rows).to_dict(), "n": int(rows["pair"].nunique()), "seeds": seeds}
 
 
 def regions(out: Path) -> list[dict[str, Any]]:
