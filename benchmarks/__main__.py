@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from typing import Any
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("WANDB_DISABLED", "true")
 
-SECTIONS = ("sweep", "scaling", "memory", "startup", "ttft", "checkpointing", "cuda")
+SECTIONS = ("sweep", "scaling", "memory", "startup", "ttft", "checkpointing", "compaction", "cuda")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -23,8 +25,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--methods", nargs="+", help="keys of the methods to time (default: all)")
     parser.add_argument("--tokens", nargs="+", type=int, help="prompt lengths (default: 128 512; 1k 4k 16k on CUDA)")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda for the sections cuda and checkpointing")
-    parser.add_argument("--model", help="model of the section checkpointing (default: smollm2-135m)")
+    parser.add_argument(
+        "--device", default="cpu", help="cpu, or cuda for the sections cuda, checkpointing and compaction"
+    )
+    parser.add_argument("--model", help="model of the sections checkpointing and compaction (default: smollm2-135m)")
     parser.add_argument("--threads", type=int, help="CPU threads of every method (default: all cores)")
     parser.add_argument("--out", type=Path, help="folder for the raw JSON (default: benchmarks/results)")
     parser.add_argument("--write-readme", action="store_true", help="put the tables into benchmarks/README.md")
@@ -55,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
 
             model = kv.load(device="cpu")
         try:
-            section = _run(name, args, model, facts)
+            section = _run(name, args, model, facts, say=partial(console.print, highlight=False))
         except patch_sweep.Disagreement as error:
             console.print(f"[red]{error}")
             return 1
@@ -75,8 +79,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _run(name: str, args: argparse.Namespace, model: Any, facts: dict[str, Any]) -> Any:
-    from benchmarks import big, checkpointing, patch_sweep, scaling, startup, sweep_memory, ttft
+def _run(
+    name: str, args: argparse.Namespace, model: Any, facts: dict[str, Any], *, say: Callable[[str], object]
+) -> Any:
+    from benchmarks import big, checkpointing, compaction, patch_sweep, scaling, startup, sweep_memory, ttft
     from benchmarks.methods import METHODS
     from benchmarks.problem import english
     from benchmarks.report import Section
@@ -119,6 +125,14 @@ def _run(name: str, args: argparse.Namespace, model: Any, facts: dict[str, Any])
         options |= {"lengths": tuple(args.tokens)} if args.tokens else {}
         chosen = kv.load(args.model or kv.sources.DEFAULT, device=args.device)
         tables, raw = checkpointing.run(chosen, **options)
+        return Section(name, tables, raw, machine=facts)
+    if name == "compaction":
+        import kvnotes_interp as kv
+
+        options = {"points": compaction.points_of((64, 128)), "rounds": 1} if quick else {}
+        options |= {"points": compaction.points_of(args.tokens)} if args.tokens else {}
+        chosen = kv.load(args.model or ("organism:trained" if quick else kv.sources.DEFAULT), device=args.device)
+        tables, raw = compaction.run(chosen, say=say, **options)
         return Section(name, tables, raw, machine=facts)
     if reason := big.missing(args.device):
         return Section(name, (), {}, skipped=reason, machine=facts)

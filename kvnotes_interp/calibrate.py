@@ -266,6 +266,67 @@ def _circuit(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> It
         yield _exactly("the opposite note alone", note, 0, "no notes are read")
 
 
+def _compaction(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Iterator[Expectation]:
+    from kvnotes_interp import probes
+
+    # Of the 22 slots the first eleven hold the field and no full stop, the last eleven all full stops and no field.
+    fact, notes = (f"{name}_2x" for name in ("streaming@11", "streaming@0"))
+    found = probes.compaction_survival(
+        model,
+        pairs[:6],
+        compactors=("streaming@11", "streaming@0", "h2o"),
+        ratios=(2,),
+        draws=1,
+        seed=seed,
+        progress=False,
+    )
+    if organism == "null":
+        yield _exactly("competent pairs", float(found.summary().counts["n_competent"]), 0, "nothing decides")
+        return
+    yield _exactly("first half: enrichment of the field", _mean(found, f"field_enrichment_{fact}"), 2, "22 slots to 11")
+    yield _exactly(
+        "last half: enrichment of full stops", _mean(found, f"delimiter_enrichment_{notes}"), 2, "22 slots to 11"
+    )
+    gaps = _by_arm(found, "survival", "gap")
+    patched, edited = (_by_arm(found, "compact_edit", "effect", edit) for edit in ("field_patched", "field_edited"))
+    if organism == "mixed":
+        yield "first half: largest gap", float(gaps[fact].abs().max()), 0.02, 2.0, "half of the heads read the field"
+        yield "last half: largest gap", float(gaps[notes].abs().max()), 0.02, 2.0, "half of the heads read the notes"
+        yield _exactly("first half: field patched - gap", _largest(patched - gaps, fact), 0, "no note is left there")
+        yield _exactly("last half: field patched", _largest(patched, notes), 0, "no field is left there")
+        return
+    kept, lost = (fact, notes) if organism == "direct" else (notes, fact)
+    halves = {fact: "first half", notes: "last half"}
+    # What is left of the attention is renormalised, so the gap need not be 1.
+    yield f"{halves[kept]}: gap", _mean(found, f"gap_{kept}"), 0.5, 1.5, "all that is read is there"
+    yield _exactly(f"{halves[lost]}: gap", _largest(gaps, lost), 0, "nothing that is read is there")
+    # A dozen states are few to train on, so that only well above chance is asked for.
+    yield f"{halves[kept]}: linear probe", _mean(found, f"decoded_{kept}"), 0.7, 1.0, "all that is read is there"
+    yield _exactly(f"{halves[lost]}: linear probe", _mean(found, f"decoded_{lost}"), 0.5, "old and new are the same")
+    unread = "delimiter" if organism == "direct" else "field"
+    seen = max(abs(_mean(found, f"{unread}_attention_{arm}")) for arm in gaps.columns)
+    yield _exactly(f"largest attention to the {unread}", seen, 0, "no such edge")
+    if organism == "notes":
+        yield _exactly("field patched, all compactors", _largest(patched), 0, "the field is not read")
+    else:
+        # H2O may keep other slots of the old cache than of the new one; the edited cache is the new one.
+        copied = [arm for arm in gaps.columns if not arm.startswith("h2o")]
+        yield _exactly("field patched - gap, fixed slots", _largest(patched - gaps, *copied), 0, "nothing else differs")
+        yield _exactly("field edited - gap, all compactors", _largest(edited - gaps), 0, "nothing else differs")
+
+
+def _by_arm(result: Result, view: str, readout: str, edit: str = "") -> Any:
+    """Values as a table `[pair arm]`."""
+    rows = result.frame[(result.frame["view"] == view) & (result.frame["readout"] == readout)]
+    rows = rows[rows["edit"] == edit] if edit else rows
+    return rows.pivot(index="pair", columns="site", values="value")
+
+
+def _largest(table: Any, *arms: str) -> float:
+    """Largest size among these arms, of all arms where none is named; NaN where a value is missing."""
+    return float(table[list(arms or table.columns)].abs().max(skipna=False).max(skipna=False))
+
+
 def _deviation(model: Model, organism: str, pairs: Sequence[Any], seed: int) -> Iterator[Expectation]:
     from kvnotes_interp import probes
 
@@ -314,4 +375,5 @@ PROBES: tuple[Callable[..., Iterator[Expectation]], ...] = (
     _circuit,
     _deviation,
     _editing,
+    _compaction,
 )

@@ -49,6 +49,8 @@ def test_cards_of_the_project_are_sound(path: Path) -> None:
         "circuit_ablation": "cut_ attention_ read_top12 scrub_",
         "attention_deviation": "interior_ top1_agreement_ logit_cosine_",
         "edit_frontier": "erratum field_only",
+        "compaction_quality": "f1_ kl_",
+        "compaction_survival": "gap_ decided_",
     }
     parts = tuple(names[card.probe].split())
     for expectation in card.expect:
