@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.files import replacing
 from kvnotes_interp.results import manifest as manifests
-from kvnotes_interp.stats import Interval, bootstrap_ratio
+from kvnotes_interp.stats import bootstrap_ratio
 from kvnotes_interp.tasks import documents
 from kvnotes_interp.tasks.documents import Question
 from kvnotes_interp.training.examples import Part, draw_parts
@@ -87,17 +87,15 @@ def pooled(rows: pd.DataFrame, readout: str) -> dict[str, Any]:
     "micro_f1" is of the columns f1_common and f1_words. rows: one per question and seed, with `pair` and `content`.
     """
     top, bottom = ("f1_common", "f1_words") if readout == "micro_f1" else (readout, None)
-
-    def ratio(of: pd.DataFrame) -> Interval:
-        ones = [1.0] * len(of) if bottom is None else of[bottom].to_numpy(float)
-        return bootstrap_ratio(of[top].to_numpy(float), ones, of["content"].tolist())
-
-    seeds = {str(seed): ratio(own).mean for seed, own in rows.groupby("seed")}
-    return {**ratio(rows).to_dict(), "n": int(rows["pair"].nunique()), "seeds": seeds}
+    table = rows.assign(_top=rows[top].astype(float), _bottom=1.0 if bottom is None else rows[bottom].astype(float))
+    sums = table.groupby("seed")[["_top", "_bottom"]].sum()
+    means = dict(zip(sums.index.astype(str), (sums["_top"] / sums["_bottom"]).tolist(), strict=True))
+    interval = bootstrap_ratio(table["_top"].to_numpy(), table["_bottom"].to_numpy(), table["content"].tolist())
+    return {**interval.to_dict(), "n": int(rows["pair"].nunique()), "seeds": means}
 
 
 def write_summary(path: Path, study: StudyFile, model_id: str, tables: Mapping[str, Any]) -> dict[str, Any]:
-    """The study, what it ran on and its tables, as JSON; NaN, where no interval exists, as null."""
+    """The study, what it ran on and its tables, as JSON; six digits, and NaN, where no interval exists, as null."""
     found = {
         "study": study.model_dump(mode="json"),
         "model_id": model_id,
@@ -106,8 +104,17 @@ def write_summary(path: Path, study: StudyFile, model_id: str, tables: Mapping[s
         **tables,
     }
     with replacing(path) as part:
-        part.write_text(json.dumps(_json(found), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        part.write_text(_text(_json(found)), encoding="utf-8")
     return found
+
+
+def _text(found: Mapping[str, Any]) -> str:
+    """JSON with one line per entry, and per row of a table."""
+    lines = []
+    for name, value in found.items():
+        rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in value) if isinstance(value, list) else ""
+        lines.append(f"{json.dumps(name)}: " + (f"[\n{rows}\n]" if rows else json.dumps(value, allow_nan=False)))
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def commit(summary: Mapping[str, Any]) -> str:
@@ -121,4 +128,6 @@ def _json(value: Any) -> Any:
         return {key: _json(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_json(one) for one in value]
-    return None if isinstance(value, float) and value != value else value
+    if isinstance(value, float):
+        return None if value != value else float(f"{value:.6g}")
+    return value

@@ -1,105 +1,204 @@
-"""Write the tables of README.md from runs: `python -m experiments.still.collect --keep runs/still --write`."""
+"""Write the tables of README.md from studies: `python -m experiments.still.collect --keep runs/still --write`.
+
+The paper's numbers stand here; ours are read from the studies' summaries, never typed. `--keep` copies them to
+`summaries/` beside this file, from where the tables are read.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import tables
+from experiments.still.claims import claims
+from experiments.still.report import ALL
+from experiments.studies import commit
+from experiments.tables import find, short
 
 HERE = Path(__file__).parent
 README, SUMMARIES = HERE / "README.md", HERE / "summaries"
-COMPACTORS = {
-    "still@runs/still-trained/best": "Still, trained on biographies",
-    "still@runs/still-identity": "Still, untrained",
+STUDIES = {"organism": "organism:trained", "smollm2": "SmolLM2-135M"}
+METHODS = {
+    "still": "Still",
+    "scorer": "trained choice (KV-Distill's manner)",
+    "mixture": "Still, trained on a mixture",
+    "scorer_mixture": "trained choice, on a mixture",
+    "decisions": "Still, trained on decisions",
+    "scorer_decisions": "trained choice, on decisions",
+    "iterated": "Still, trained to 4 passes",
+    "iterated_plain": "Still, the same on answers alone",
+    "identity": "Still, untrained",
+    "trained_cache": "trained cache (per context)",
     "attention_matching": "Attention Matching",
     "random@4": "random, 4 sinks",
     "snapkv": "SnapKV",
-    "streaming": "StreamingLLM",
     "h2o": "H2O",
+    "streaming": "StreamingLLM",
     "key_norm": "key norm",
 }
-RATIOS = (2, 4, 8, 16)
-# run -> what was asked, and the options of the command that makes it
-QUALITY = {
-    "biography-3": ("biography, 3 documents", "--task biography --task-option documents=3"),
-    "biography-7": ("biography, 7 documents", "--task biography --task-option documents=7"),
-    "needle": ("needle", "--task needle"),
+SURVIVES = {
+    "gap": "What is left of the score gap between old and new prompt",
+    "decided": "Share of pairs of which both prompts still get their own answer",
+    "decoded": "Accuracy of a linear probe on the decision token, held out by content",
+    "erratum": "Effect of an erratum behind the compacted old cache, in gaps of the full caches",
+    "field_patched": "Effect of patching the field's kept slots, in gaps of the full caches",
+    "field_slots": "The field's share of the compact slots, over its share of the prompt",
+    "delimiter_slots": "The delimiters' share of the compact slots, over their share of the prompt",
 }
-SURVIVAL = "gate-badge"
-ORGANISM = "--model organism:trained --n 32"
-ENDS = (("full cache", "full"), ("no document", "no_context"))
-SURVIVES = (
-    ("gap", "What is left of the score gap between old and new prompt"),
-    ("decided", "Share of pairs of which both prompts still get their own answer"),
-    ("decoded", "Accuracy of a linear probe on the decision token, held out by content"),
-    ("erratum", "Effect of an erratum behind the compacted old cache, in gaps of the full caches"),
-    ("field_patched", "Effect of patching the field's kept slots, in gaps of the full caches"),
-)
-LEARNED = "still@runs/still-identity,still@runs/still-trained/best,attention_matching,random@4"
-TRAIN = (
-    "kvprobe train still --model organism:trained --docs 3 --samples 640 --validation 64 --steps 240 --lr 1e-3 "
-    "--max-new-tokens 4 --validate-every 40 --out runs/still-trained"
-)
-
-
-def commands() -> list[str]:
-    """What makes the runs; `runs/still-identity` is `new_still(model).save(...)`, untrained."""
-    questions = f"kvprobe compact {ORGANISM} --split test"
-    asked = [f"{questions} {task} --out runs/still/{run}" for run, (_, task) in QUALITY.items()]
-    asked.append(f"kvprobe survive {ORGANISM} --task gate,badge --out runs/still/{SURVIVAL}")
-    again = [f"{line}-still --compactors {LEARNED}" for line in asked if "needle" not in line]
-    return [*asked, TRAIN, *again]
 
 
 def table(runs: Path) -> str:
     """All tables as markdown."""
-    lines: list[str] = []
-    for run, (title, _) in QUALITY.items():
-        summary = _summary(runs, run)
-        if not summary:
+    found = {name: tables.load_json(runs / name / "summary.json") for name in STUDIES}
+    found = {name: one for name, one in found.items() if one}
+    lines = ["### The paper's claims beside ours", "", *tables.grid(["claim", "ours"], claims(found))]
+    for name, one in found.items():
+        lines += ["", f"## {STUDIES[name]}"]
+        for asked in one["study"]["quality"]:
+            lines += answers(one, asked)
+        lines += [*differences(one), *training(one), *survival(one)]
+    used = [f"`{name}` ({STUDIES[name]}; commit {commit(one)})" for name, one in found.items()]
+    return "\n".join([*lines, "", f"Studies: {'; '.join(used)}."])
+
+
+def title(method: str) -> str:
+    """The method's words; of one with another option, those and the option."""
+    base, _, option = method.partition("@")
+    return METHODS.get(method) or (f"{METHODS[base]}, {option}" if base in METHODS else f"`{method}`")
+
+
+def ordered(methods: Iterable[str]) -> list[str]:
+    """In the order of `METHODS`, others behind."""
+    known = list(METHODS)
+
+    def place(method: str) -> tuple[int, str]:
+        named = [name for name in (method, method.partition("@")[0]) if name in known]
+        return (known.index(named[0]) if named else len(known)), method
+
+    return sorted(methods, key=place)
+
+
+def answers(study: Mapping[str, Any], asked: str) -> list[str]:
+    """Right answers and KL of every compactor, by number of documents, ratio and passes."""
+    rows, about = [row for row in study["quality"] if row["asked"] == asked], study["study"]["quality"][asked]
+    points = [(float(ratio), passes) for ratio in about["ratios"] for passes in about["passes"]]
+    several = len(about["passes"]) > 1
+    head = [f"{ratio:g}x" + (f", {passes} pass{'es' * (passes > 1)}" if several else "") for ratio, passes in points]
+    numbers = sorted({row["documents"] for row in rows} - {ALL})
+    lines = []
+    for number in numbers or [ALL]:
+        here = [row for row in rows if row["documents"] == number]
+        ends = {name: find(here, method=name, readout="exact_match") for name in ("full", "no_context")}
+        where = f"`{asked}`" + (f", {number} documents" if numbers else "")
+        said = "; ".join(f"{name.replace('_', ' ')} {short(row)}" for name, row in ends.items())
+        for readout, words in (("exact_match", "Right answers"), ("kl", "KL to the full cache, nats")):
+            if readout == "kl" and not several:
+                continue
+            body = [
+                [
+                    title(method),
+                    *(short(find(here, method=method, ratio=r, passes=p, readout=readout)) for r, p in points),
+                ]
+                for method in ordered({row["method"] for row in here} - {"full", "no_context"})
+            ]
+            n = max(row["n"] for row in here)
+            extra = f" ({said}; {n} questions)" if readout == "exact_match" else ""
+            lines += ["", f"{words}, {where}{extra}:", "", *tables.grid(["", *head], body)]
+    return lines
+
+
+def differences(study: Mapping[str, Any]) -> list[str]:
+    """Right answers of the first trained compactor less another's, over all numbers of documents, one pass."""
+    rows = [row for row in study["compared"] if row["passes"] == 1 and row["ratio"] in (8, 16)]
+    columns = list(dict.fromkeys((row["asked"], row["ratio"]) for row in rows))
+    if not columns:
+        return []
+    body = [
+        [title(than), *(short(find(rows, asked=asked, ratio=ratio, than=than)) for asked, ratio in columns)]
+        for than in ordered({row["than"] for row in rows} - {"full", "no_context"})
+    ]
+    head = ["", *(f"`{asked}` {ratio:g}x" for asked, ratio in columns)]
+    return ["", "Right answers of Still less another's, question by question:", "", *tables.grid(head, body)]
+
+
+def training(study: Mapping[str, Any]) -> list[str]:
+    """Validation before and at the best step: means over seeds, and the range of seeds."""
+    rows = []
+    for name in study["study"]["trained"]:
+        own = [row for row in study["training"] if row["name"] == name]
+        if not own:
             continue
-        ends = ", ".join(f"{name}: {_mean(summary, f'exact_match_{arm}')}" for name, arm in ENDS)
-        lines += [f"### Right answers, {title}", "", f"{ends}.", "", *grid(summary, (("exact_match", ""),)), ""]
-    summary = _summary(runs, SURVIVAL)
-    if summary:
-        for quantity, title in SURVIVES:
-            kinds = (("derived_" + quantity, "gate (derived)"), ("verbatim_" + quantity, "badge (verbatim)"))
-            lines += [f"### {title}", "", *grid(summary, kinds), ""]
-    every = [run for one in (*QUALITY, SURVIVAL) for run in (one, f"{one}-still")]
-    used = [run for run in every if (runs / run / "manifest.json").is_file()]
-    return "\n".join([*lines, f"Runs: {'; '.join(tables.what_ran(runs / run) for run in used)}."])
+        mean = {key: sum(row[key] for row in own) / len(own) for key in own[0] if key != "name"}
+        kl, right = ([row[key] for row in own] for key in ("kl_best", "right_best"))
+        rows.append(
+            [
+                f"`{name}`",
+                f"{mean['parameters'] / study['parameters']:.1%}",
+                str(len(own)),
+                f"{mean['steps']:.0f}",
+                f"{mean['seconds']:.0f}",
+                f"{mean['kl_before']:.2f}",
+                *(
+                    f"{sum(part) / len(part):.2f}" + (f" ({min(part):.2f} to {max(part):.2f})" if len(own) > 1 else "")
+                    for part in (kl, right)
+                ),
+            ]
+        )
+    head = ["", "of the model's parameters", "seeds", "steps", "seconds", "KL before", "KL best", "right best"]
+    return ["", "Training, on held-out contents of the train split:", "", *tables.grid(head, rows)] if rows else []
 
 
-def grid(summary: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> Iterable[str]:
-    """One row per compactor, one column per ratio and quantity that the run holds."""
-    heads = [f"{name} {ratio}x".strip() for _, name in columns for ratio in RATIOS]
-    yield "| | " + " | ".join(heads) + " |"
-    yield "|---|" + "---|" * len(heads)
-    for name, title in COMPACTORS.items():
-        if not any(key.endswith(f"_{name}_{RATIOS[0]}x") for key in summary):
-            continue
-        cells = [_mean(summary, f"{key}_{name}_{ratio}x") for key, _ in columns for ratio in RATIOS]
-        yield f"| {title} | " + " | ".join(cells) + " |"
+def survival(study: Mapping[str, Any]) -> list[str]:
+    """What is left of facts and conclusions, quantity by quantity."""
+    rows = study["survival"]
+    if not rows:
+        return []
+    about, lines = study["study"]["survival"], []
+    columns = [(family, float(ratio)) for family in about["families"] for ratio in about["ratios"]]
+    for quantity, words in SURVIVES.items():
+        own = [row for row in rows if row["quantity"] == quantity]
+        ends = {family: find(own, family=family, method="full") for family in about["families"]}
+        full = [f"{family} {short(row)}" for family, row in ends.items() if row]
+        body = []
+        for method in ordered({row["method"] for row in own} - {"full"}):
+            cells = [short(find(own, family=family, ratio=ratio, method=method)) for family, ratio in columns]
+            body.append([title(method), *cells])
+        head = ["", *(f"{family} {ratio:g}x" for family, ratio in columns)]
+        whole = f" (full cache: {', '.join(full)})" if full and quantity not in ("gap", "field_slots") else ""
+        lines += ["", f"{words}{whole}:", "", *tables.grid(head, body)]
+    return lines
 
 
-def _summary(runs: Path, run: str) -> dict[str, Any]:
-    """The run's numbers, and those of the learned compactors beside it."""
-    found = (tables.load_json(runs / name / "summary.json") or {} for name in (f"{run}-still", run))
-    return {key: value for one in found for key, value in one.items()}
+def keep(runs: Path, out: Path) -> list[Path]:
+    """Copy the studies' summaries."""
+    kept = []
+    for name in STUDIES:
+        if (runs / name / "summary.json").is_file():
+            (out / name).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(runs / name / "summary.json", out / name / "summary.json")
+            kept.append(runs / name)
+    return kept
 
 
-def _mean(summary: Mapping[str, Any], key: str) -> str:
-    value = summary.get(key)
-    return "" if value is None or value["mean"] is None else f"{value['mean']:.2f}"
+def commands() -> list[str]:
+    """What makes the studies."""
+    return [f"python -m experiments.still.study --study {name} --out runs/still/{name}" for name in STUDIES]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
-    about = (__doc__ or "").partition("\n")[0]
-    return tables.main(arguments, about=about, table=table, commands=commands, readme=README, summaries=SUMMARIES)
+    return tables.main(
+        arguments,
+        about=(__doc__ or "").partition("\n")[0],
+        table=table,
+        commands=commands,
+        readme=README,
+        summaries=SUMMARIES,
+        keep=keep,
+    )
 
 
 if __name__ == "__main__":
