@@ -27,18 +27,25 @@ def test_notebooks_are_stored_without_outputs(path: Path) -> None:
             assert cell.execution_count is None
 
 
-def test_the_tour_runs(smollm2: Any) -> None:
-    """`smollm2` is asked for so that the weights are there."""
+def _run(path: Path) -> list[Any]:
+    """The outputs of a notebook's code cells, run where it lies; none is an error."""
     from nbclient import NotebookClient
 
-    path = EXPERIMENTS / "notes" / "tour.ipynb"
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(path.parent)}})
-    client.execute()
+    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(path.parent)}}).execute()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [o for o in outputs if o.output_type == "error"]
-    kinds = [kind for output in outputs for kind in output.get("data", {})]
-    assert kinds.count("application/vnd.plotly.v1+json") == 2  # the strip and the map
+    return outputs
+
+
+def _figures(outputs: list[Any]) -> int:
+    return sum("application/vnd.plotly.v1+json" in output.get("data", {}) for output in outputs)
+
+
+def test_the_tour_runs(smollm2: Any) -> None:
+    """`smollm2` is asked for so that the weights are there."""
+    outputs = _run(EXPERIMENTS / "notes" / "tour.ipynb")
+    assert _figures(outputs) == 2  # the strip and the map
     summary = next(o for o in outputs if "field" in o.get("data", {}).get("text/html", ""))
     assert "4 of 4 passed" in summary["data"]["text/html"]
     scores = outputs[-1]["data"]["text/plain"]
@@ -46,17 +53,19 @@ def test_the_tour_runs(smollm2: Any) -> None:
 
 
 def test_the_learned_tour_runs() -> None:
-    from nbclient import NotebookClient
-
-    path = EXPERIMENTS / "sempic" / "tour.ipynb"
-    notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(path.parent)}}).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert not [o for o in outputs if o.output_type == "error"]
-    kinds = [kind for output in outputs for kind in output.get("data", {})]
-    assert kinds.count("application/vnd.plotly.v1+json") == 2  # the training and the deviation
+    outputs = _run(EXPERIMENTS / "sempic" / "tour.ipynb")
+    assert _figures(outputs) == 2  # the training and the deviation
     answers = next(o["data"]["text/plain"] for o in outputs if "exact_match" in o.get("data", {}).get("text/plain", ""))
     assert all(name in answers for name in ("full_recompute", "no_recompute", "sempic"))
+
+
+def test_the_compact_tour_runs() -> None:
+    outputs = _run(EXPERIMENTS / "still" / "tour.ipynb")
+    assert _figures(outputs) == 4  # training, ratios, survival and attribution
+    said = "".join(output.get("text", "") for output in outputs if output.output_type == "stream")
+    gap = float(said.partition("largest gap ")[2].split()[0])
+    assert gap < 1e-4  # a budget of all slots, written anew, is the full cache
+    assert "522 tokens in 16 slots; the next token stands at 522" in said
 
 
 @pytest.fixture

@@ -59,6 +59,9 @@ def train(
     ratios: Annotated[str, _option(_COMPACTOR, "Lowest and highest of tokens to slots.", metavar="LIST")] = "4,16",
     horizon: Annotated[int, _number(_STILL, "Most compactions of one context, a power of 2.")] = 1,
     backward: Annotated[str, _word(_STILL, "Through the last compaction, or all", BACKWARD)] = "truncated",
+    consistency: Annotated[
+        float, _number(_STILL, "Weight of the distance of several compactions to one, with a horizon.", 0)
+    ] = 0.0,
     blocks: Annotated[int, _number(_STILL, "Of the Perceiver.")] = 2,
     feed_forward: Annotated[bool, _option(_STILL, "A network behind every block.", "--feed-forward")] = False,
     bias: Annotated[bool, _option(_STILL, "A key bias for every slot.", "--bias")] = False,
@@ -118,7 +121,7 @@ def train(
         validate_every=validate_every,
         patience=patience,
         checkpoint_every=checkpoint_every,
-        autocast=autocast,
+        autocast=autocast,  # type: ignore[arg-type]
         max_new_tokens=max_new_tokens,
         top=top or None,
     )

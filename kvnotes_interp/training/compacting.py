@@ -3,6 +3,10 @@
 Ratios are drawn for every batch. With a horizon above 1 a context is also compacted in parts, as a stream is: a part is
 run on top of what is there, and the whole is compacted to the same budget again. (Still, arXiv 2606.07878.) Parts are
 cut between documents where they can be, so that none begins in the middle of a sentence whose subject is gone.
+
+What is lost in several passes is lost where compact slots are compacted again, and the answers alone teach that slowly.
+`consistency` teaches it directly: behind every pass the cache is to be that of the same tokens compacted at once, whose
+slots stand at the same positions. (Not in the paper.)
 """
 
 from __future__ import annotations
@@ -17,14 +21,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvnotes_interp import compat
-from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import CompactCache
 from kvnotes_interp.errors import InputError, UnsupportedError
 from kvnotes_interp.operators.eviction.compacted import sliding_layers
 from kvnotes_interp.operators.still.stream import Tokens, parts_of
 from kvnotes_interp.training.examples import Example
-from kvnotes_interp.training.reader import run
+from kvnotes_interp.training.ratios import Ratios, budget, check
+from kvnotes_interp.training.reader import prefilled, run
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -41,6 +44,9 @@ class Compacting:
             alike; else it is the horizon.
         backward: through the last compaction alone ("truncated"), or through all of them and through what the model
             made of the tokens in between ("full").
+        consistency: weight of a second loss, in training: the squared distance of keys and values to those of the
+            tokens so far compacted at once, over the mean square of the latter; mean over layers and passes after the
+            first. It reaches every pass with either `backward`. 0 is the paper's setting.
 
     Raises InputError for options out of range; UnsupportedError for a horizon above 1 where layers slide.
     """
@@ -52,22 +58,26 @@ class Compacting:
         model: Model,
         still: Still,
         *,
-        ratios: tuple[float, float] = (4.0, 16.0),
+        ratios: Ratios = (4.0, 16.0),
         horizon: int = 1,
         backward: Literal["truncated", "full"] = "truncated",
+        consistency: float = 0.0,
     ) -> None:
         still.check(model)
-        if not 1 < ratios[0] <= ratios[1] < math.inf:
-            raise InputError(f"ratios={ratios}: give the lowest and the highest, both above 1.")
+        check(ratios)
         if horizon < 1 or horizon & (horizon - 1):
             raise InputError(f"horizon={horizon}: give a power of 2.")
         if backward not in ("truncated", "full"):
             raise InputError(f'backward={backward!r}: choose "truncated" or "full".')
+        if not 0 <= consistency < math.inf:
+            raise InputError(f"consistency={consistency}: give a weight of 0 or more.")
         self.model, self.still = model, still
-        self.ratios, self.horizon, self.backward = ratios, horizon, backward
+        self.ratios, self.horizon, self.backward, self.consistency = ratios, horizon, backward, consistency
+        self.own_loss: Tensor | None = None
 
     def describe(self) -> dict[str, Any]:
         own = {"ratios": list(self.ratios), "horizon": self.horizon, "backward": self.backward}
+        own |= {"consistency": self.consistency} if self.consistency else {}
         return {**self.still.settings.model_dump(), **own}
 
     def parameters(self) -> dict[str, Parameter]:
@@ -80,48 +90,36 @@ class Compacting:
         self.still.set(tensors)
 
     def caches(self, examples: Sequence[Example]) -> list[CompactCache]:
-        low, high = map(math.log, self.ratios)
-        share, passes = 0.5, self.horizon
+        slots, passes = budget(self.ratios, examples), self.horizon
         if torch.is_grad_enabled():
-            share = float(torch.rand(()))
             passes = 2 ** int(torch.randint(self.horizon.bit_length(), ()))
-        tokens = sum(example.blocks.n_context for example in examples) / len(examples)
-        budget = math.ceil(tokens / math.exp(low + share * (high - low)))
         parts = zip(*(parts_of(example.blocks, passes) for example in examples), strict=True)
         first, *later = list(parts)
-        caches = self.still.compact_all(self.model, _prefilled(self.model, first), budget=budget)
+        self.own_loss = None
+        whole, apart = None, list[Tensor]()
+        if self.consistency and later and torch.is_grad_enabled():
+            whole = prefilled(self.model, [example.blocks.context for example in examples])
+        caches = self.still.compact_all(self.model, prefilled(self.model, first), budget=slots)
         for chunks in later:
             if self.backward == "truncated":
                 caches = [_detached(cache) for cache in caches]
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.backward == "full"):
                 grown = _extended(self.model, caches, chunks)
-            caches = self.still.compact_all(self.model, grown, budget=budget)
+            caches = self.still.compact_all(self.model, grown, budget=slots)
+            if whole is not None:
+                prefixes = [cache[: grew.end] for cache, grew in zip(whole, grown, strict=True)]
+                with torch.no_grad():
+                    at_once = self.still.compact_all(self.model, prefixes, budget=slots)
+                apart.append(torch.stack(list(map(_distance, caches, at_once))).sum())
+        if apart:
+            self.own_loss = self.consistency * torch.stack(apart).mean()
         return caches
 
 
-def _padded(model: Model, rows: Sequence[Tokens]) -> Tensor:
-    """`[row pos]`, padded behind, where no token of the row can see it."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=model.device)
-
-
-@torch.no_grad()
-def _prefilled(model: Model, rows: Sequence[Tokens]) -> list[KVCache]:
-    """Every row run alone, all in one batch."""
-    ids, fork = _padded(model, rows), compat.new_cache()
-    compat.forward(model.hf, ids, fork, torch.arange(ids.shape[1]))
-    keys, values = compat.read_cache(fork)
-    return [
-        KVCache(
-            tuple(key[i : i + 1, :, : len(row)] for key in keys),
-            tuple(value[i : i + 1, :, : len(row)] for value in values),
-            ids[i : i + 1, : len(row)],
-            torch.arange(len(row)),
-            model.rope,
-            model.model_id,
-        )
-        for i, row in enumerate(rows)
-    ]
+def _distance(cache: CompactCache, wanted: CompactCache) -> Tensor:
+    """Squared distance of keys and values over the mean square of those wanted, mean over layers."""
+    pairs = zip(cache.keys + cache.values, wanted.keys + wanted.values, strict=True)
+    return torch.stack([(a - b).square().mean() / b.square().mean() for a, b in pairs]).mean()
 
 
 def _extended(model: Model, caches: Sequence[CompactCache], rows: Sequence[Tokens]) -> list[CompactCache]:

@@ -201,7 +201,8 @@ class _Loop:
             with torch.autocast(self.model.device.type, torch.bfloat16, enabled=settings.autocast == "bf16"):
                 logits = student_logits(self.model, self.method.caches(part), part, targets)
             share = kl_to_teacher(targets, logits, tau=settings.tau).sum() / size
-            share.backward()
+            own = getattr(self.method, "own_loss", None)
+            (share if own is None else share + own / size).backward()
             loss += float(share.detach())
             tokens += sum(len(e.blocks) + len(t.answer) - 1 for e, t in zip(part, targets, strict=True))
         norm = float(clip_grad_norm_(self.method.parameters().values(), settings.clip))

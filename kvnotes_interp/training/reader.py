@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvnotes_interp import attention, compat
+from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import Cache, CompactCache
 from kvnotes_interp.errors import InputError
 
@@ -85,13 +86,38 @@ def run(model: Model, caches: Sequence[Cache], tails: Sequence[Sequence[int]]) -
     if any(n < width for one in slots for n in one):
         first = torch.tensor([width - max(one) for one in slots], device=model.device)
         mask = torch.arange(width + longest, device=model.device) >= first[:, None]
-    ids = torch.tensor([[*tail, *[0] * (longest - len(tail))] for tail in tails], device=model.device)
+    ids = _padded_behind(model, tails)
     positions = torch.tensor([cache.end for cache in caches])[:, None] + torch.arange(longest)
     fork = compat.new_cache(keys, values)
     with attention.using(model.hf, attention.Plan(bias=bias)) if bias is not None else nullcontext():
         hidden = compat.forward(model.hf, ids, fork, positions, mask=mask)
     new = [tuple(tensor[:, :, width:] for tensor in part) for part in compat.read_cache(fork)]
     return Pass(hidden, new[0], new[1], ids, positions)
+
+
+@torch.no_grad()
+def prefilled(model: Model, rows: Sequence[Sequence[int]]) -> list[KVCache]:
+    """Every row of tokens run alone at positions 0, 1, ..., all in one batch padded behind; one cache each."""
+    ids, fork = _padded_behind(model, rows), compat.new_cache()
+    compat.forward(model.hf, ids, fork, torch.arange(ids.shape[1]))
+    keys, values = compat.read_cache(fork)
+    return [
+        KVCache(
+            tuple(key[i : i + 1, :, : len(row)] for key in keys),
+            tuple(value[i : i + 1, :, : len(row)] for value in values),
+            ids[i : i + 1, : len(row)],
+            torch.arange(len(row)),
+            model.rope,
+            model.model_id,
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+def _padded_behind(model: Model, rows: Sequence[Sequence[int]]) -> Int[Tensor, "row pos"]:
+    """Token ids; padding stands where no token of the row can see it."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=model.device)
 
 
 def _unembed(model: Model, hidden: Float[Tensor, "row d_model"]) -> Float[Tensor, "row token"]:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from kvnotes_interp import compat
-from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import CompactCache
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.training.examples import Example
+from kvnotes_interp.training.ratios import Ratios, budget, check
+from kvnotes_interp.training.reader import prefilled
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -42,12 +42,9 @@ class Selecting:
 
     name = "scorer"
 
-    def __init__(
-        self, model: Model, scorer: Scorer, *, ratios: tuple[float, float] = (4.0, 16.0), temperature: float = 1.0
-    ) -> None:
+    def __init__(self, model: Model, scorer: Scorer, *, ratios: Ratios = (4.0, 16.0), temperature: float = 1.0) -> None:
         scorer.check(model)
-        if not 1 < ratios[0] <= ratios[1] < math.inf:
-            raise InputError(f"ratios={ratios}: give the lowest and the highest, both above 1.")
+        check(ratios)
         if not 0 < temperature < math.inf:
             raise InputError(f"temperature={temperature}: give a number above 0.")
         self.model, self.scorer = model, scorer
@@ -67,33 +64,8 @@ class Selecting:
         self.scorer.set(tensors)
 
     def caches(self, examples: Sequence[Example]) -> list[CompactCache]:
-        low, high = map(math.log, self.ratios)
-        learning = torch.is_grad_enabled()
-        share = float(torch.rand(())) if learning else 0.5
-        tokens = sum(example.blocks.n_context for example in examples) / len(examples)
-        budget = math.ceil(tokens / math.exp(low + share * (high - low)))
+        slots = budget(self.ratios, examples)
         whole = prefilled(self.model, [example.blocks.context for example in examples])
-        if not learning:
-            return [self.scorer.compact(self.model, cache, budget=budget) for cache in whole]
-        return [self.scorer.gated(self.model, cache, budget=budget, temperature=self.temperature) for cache in whole]
-
-
-@torch.no_grad()
-def prefilled(model: Model, rows: Sequence[Sequence[int]]) -> list[KVCache]:
-    """Every row of tokens run alone at positions 0, 1, ..., all in one batch padded behind; one cache each."""
-    longest = max(map(len, rows))
-    ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=model.device)
-    fork = compat.new_cache()
-    compat.forward(model.hf, ids, fork, torch.arange(longest))  # padding stands where no token of the row can see it
-    keys, values = compat.read_cache(fork)
-    return [
-        KVCache(
-            tuple(key[i : i + 1, :, : len(row)] for key in keys),
-            tuple(value[i : i + 1, :, : len(row)] for value in values),
-            ids[i : i + 1, : len(row)],
-            torch.arange(len(row)),
-            model.rope,
-            model.model_id,
-        )
-        for i, row in enumerate(rows)
-    ]
+        if not torch.is_grad_enabled():
+            return [self.scorer.compact(self.model, cache, budget=slots) for cache in whole]
+        return [self.scorer.gated(self.model, cache, budget=slots, temperature=self.temperature) for cache in whole]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.settings import StrictSettings
 
 
-class Settings(BaseModel):
+class Settings(StrictSettings):
     """Settings of `distill`; the defaults are SemPIC's (arXiv 2607.28069, released training config).
 
     Attributes:
@@ -30,7 +30,7 @@ class Settings(BaseModel):
     Raises InputError that names the setting, its value, and the nearest right name.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    of: ClassVar[str] = "training"
 
     epochs: int = Field(default=5, ge=1)
     steps: int | None = Field(default=None, ge=1)
@@ -48,12 +48,6 @@ class Settings(BaseModel):
     max_new_tokens: int = Field(default=64, ge=1)
     top: int | None = Field(default=256, ge=1)
 
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise InputError(_explain(error)) from None
-
     def total_steps(self, n: int) -> int:
         """Optimizer steps of the whole run over `n` questions."""
         return self.steps or math.ceil(self.epochs * n / (self.batch * self.accumulate))
@@ -61,12 +55,3 @@ class Settings(BaseModel):
     def validation_interval(self, n: int) -> int:
         """Steps between two validations."""
         return self.validate_every or math.ceil(self.total_steps(n) / 10)
-
-
-def _explain(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    name = str(fault["loc"][0])
-    if fault["type"] == "extra_forbidden":
-        known = Settings.model_fields
-        return f'training has no setting "{name}".{nearest(name, known)} Settings: {", ".join(known)}.'
-    return f"training setting {name}={fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,12 @@ from kvnotes_interp.errors import InputError, UnsupportedError
 from kvnotes_interp.model import Model
 from kvnotes_interp.operators import eviction
 from kvnotes_interp.operators.still import Still, StillSettings, new_still, stream
+from kvnotes_interp.operators.still.stream import parts_of
 from kvnotes_interp.tasks.documents.question import Question
 from kvnotes_interp.training import Settings, distill, draw, examples_of
 from kvnotes_interp.training.compacting import Compacting
 from kvnotes_interp.training.examples import Example
+from kvnotes_interp.training.reader import run
 from tests.tiny import tiny_with_tokenizer
 
 Drawn = tuple[list[Question], list[Question]]
@@ -113,6 +116,56 @@ def test_full_backward_reaches_the_first_pass_and_truncated_does_not(model: Mode
     assert all(p.grad is None for p in model.hf.parameters())
 
 
+@pytest.mark.parametrize("backward", ["full", "truncated"])
+def test_consistency_is_the_distance_to_compaction_at_once(
+    model: Model, examples: list[Example], backward: Any
+) -> None:
+    """Value and gradient, one example and one pass at a time."""
+    still = new_still(model)
+    for parameter in still.parameters().values():
+        parameter.data += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
+    method = Compacting(model, still, ratios=(5, 5), horizon=4, backward=backward, consistency=0.7)
+    parameter = still.parameters()["1.blocks.0.cross.v.weight"]
+    torch.manual_seed(3)
+    method.caches(examples)
+    assert method.own_loss is not None
+    method.own_loss.backward()
+    got, parameter.grad = parameter.grad, None
+    torch.manual_seed(3)
+    torch.rand(())  # the ratio
+    passes = 2 ** int(torch.randint(3, ()))
+    assert passes > 1
+    budget, total = mean_budget(examples, 5), torch.zeros((), dtype=torch.float64)
+    for example in examples:
+        parts = parts_of(example.blocks, passes)
+        cache, end = still.compact(model, engine.prefill(model, parts[0]), budget=budget), len(parts[0])
+        for part in parts[1:]:
+            if backward == "truncated":
+                cache = replace(cache, keys=tuple(k.detach() for k in cache.keys))
+                cache = replace(cache, values=tuple(v.detach() for v in cache.values))
+            grown, end = engine.extend(model, cache, part)[0] if backward == "truncated" else None, end + len(part)
+            if grown is None:
+                grown = run(model, [cache], [part]).appended(cache, 0, len(part))
+            cache = still.compact(model, grown, budget=budget)
+            with torch.no_grad():
+                once = still.compact(model, engine.prefill(model, example.blocks.context[:end]), budget=budget)
+            for ours, theirs in zip(cache.keys + cache.values, once.keys + once.values, strict=True):
+                share = 1 / (2 * cache.n_layers) / (passes - 1)
+                total = total + 0.7 * share * (ours - theirs).square().sum() / theirs.square().sum()
+    assert float(method.own_loss.detach()) == pytest.approx(float(total.detach()), rel=1e-9)
+    total.backward()
+    assert got is not None
+    assert parameter.grad is not None
+    torch.testing.assert_close(got, parameter.grad, rtol=1e-7, atol=1e-12)
+    assert float(got.abs().max()) > 1e-3
+    with torch.no_grad():
+        method.caches(examples)
+    assert method.own_loss is None  # validation is of the answers alone
+    once_only = Compacting(model, still, ratios=(5, 5), consistency=0.7)
+    once_only.caches(examples)
+    assert once_only.own_loss is None
+
+
 def test_ratios_and_passes_are_drawn_from_torchs_generator(model: Model, examples: list[Example]) -> None:
     method = Compacting(model, new_still(model), ratios=(2, 16))
 
@@ -130,7 +183,8 @@ def test_ratios_and_passes_are_drawn_from_torchs_generator(model: Model, example
 
 def test_wrong_options_are_refused(model: Model, examples: list[Example], questions: Drawn) -> None:
     still = new_still(model)
-    for options in ({"ratios": (1, 4)}, {"ratios": (8, 4)}, {"horizon": 3}, {"backward": "none"}):
+    wrong = ({"ratios": (1, 4)}, {"ratios": (8, 4)}, {"horizon": 3}, {"backward": "none"}, {"consistency": -1.0})
+    for options in wrong:
         with pytest.raises(InputError, match=next(iter(options))):
             Compacting(model, still, **options)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="lower the horizon"), torch.no_grad():

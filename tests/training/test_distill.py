@@ -373,3 +373,28 @@ def test_refusals(model: Model, go: Callable[..., Trained], tmp_path: Path) -> N
             go(tmp_path / "run")
     with pytest.raises(InputError, match=r"holds no finished training: probe 'train', status 'running'"):
         Trained.load(tmp_path / "run")
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_methods_own_loss_is_trained_on_per_question(
+    go: Callable[..., Trained], model: Model, tmp_path: Path, accumulate: int
+) -> None:
+    """The sum over a batch is divided by all questions of the step, as the answers' loss is; `loss` is without it."""
+
+    class Own(Offsets):
+        def caches(self, examples: Any) -> Any:
+            self.own_loss = 5 * len(examples) * self.idle.sum()
+            return super().caches(examples)
+
+    settings = SETTINGS.model_copy(update={"accumulate": accumulate, "steps": 1, "clip": 1e9})
+    own, grads = Own(model), list[torch.Tensor]()
+    own.idle.register_hook(lambda grad: grads.append(grad.clone()))
+    go(tmp_path / "own", method=own, settings=settings)
+    plain = Offsets(model)
+    go(tmp_path / "plain", method=plain, settings=settings)
+    assert len(grads) == accumulate
+    torch.testing.assert_close(sum(grads), torch.full((2,), 5.0))
+    assert float((own.idle.detach() - 1).abs().min()) > 0
+    assert float((plain.idle.detach() - 1).abs().max()) == 0
+    first = [next(line for line in numbers(tmp_path / n) if line["kind"] == "train") for n in ("own", "plain")]
+    assert first[0]["loss"] == first[1]["loss"]

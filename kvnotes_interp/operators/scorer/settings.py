@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.settings import StrictSettings
 
 
-class ScorerSettings(BaseModel):
+class ScorerSettings(StrictSettings):
     """Settings of `new_scorer`. The number of slots that are kept is not among them: it is the budget, at every call.
 
     Attributes:
@@ -21,24 +21,9 @@ class ScorerSettings(BaseModel):
     Raises InputError that names the setting, its value, and the nearest right name.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    of: ClassVar[str] = "scorer"
 
     hidden: int = Field(default=64, ge=1)
     update_rank: int = Field(default=0, ge=0)
     shared: bool = False
     seed: int = 0
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise InputError(_explain(error)) from None
-
-
-def _explain(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    name = str(fault["loc"][0])
-    if fault["type"] == "extra_forbidden":
-        known = ScorerSettings.model_fields
-        return f'a scorer has no setting "{name}".{nearest(name, known)} Settings: {", ".join(known)}.'
-    return f"scorer setting {name}={fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}."

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.settings import StrictSettings
 
 
-class StillSettings(BaseModel):
+class StillSettings(StrictSettings):
     """Settings of `new_still`. The number of latents is not among them: it is the budget, at every call.
 
     Attributes:
@@ -26,7 +26,7 @@ class StillSettings(BaseModel):
     Raises InputError that names the setting, its value, and the nearest right name.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    of: ClassVar[str] = "Still"
 
     blocks: int = Field(default=2, ge=1)
     feed_forward: bool = False
@@ -37,18 +37,3 @@ class StillSettings(BaseModel):
     init: Literal["identity", "plain"] = "identity"
     final_norm: bool = False
     seed: int = 0
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise InputError(_explain(error)) from None
-
-
-def _explain(error: ValidationError) -> str:
-    fault = error.errors()[0]
-    name = str(fault["loc"][0])
-    if fault["type"] == "extra_forbidden":
-        known = StillSettings.model_fields
-        return f'Still has no setting "{name}".{nearest(name, known)} Settings: {", ".join(known)}.'
-    return f"Still setting {name}={fault['input']!r}: {fault['msg'][0].lower()}{fault['msg'][1:]}."
