@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from experiments.still.report import ALL
 from experiments.tables import find, short
 
 Studies = Mapping[str, Mapping[str, Any]]
-FIRST = {"organism": "biography", "smollm2": "biography"}  # what every claim is looked up in
-ALL = 0
+ASKED = "biography"  # what every claim is looked up in
 
 
 def claims(studies: Studies) -> list[tuple[str, str]]:
@@ -57,11 +57,10 @@ def _at(ratio: float) -> Any:
     def said(studies: Studies) -> str:
         parts = []
         for name, study in studies.items():
-            asked = FIRST[name]
-            own, full, bare = (_right(study, asked, method, ratio) for method in ("still", "full", "no_context"))
+            own, full, bare = (_right(study, ASKED, method, ratio) for method in ("still", "full", "no_context"))
             if own and full and bare:
                 parts.append(
-                    (f"{name}, `{asked}`", f"{short(own)}, full {full['mean']:.2f}, without {bare['mean']:.2f}")
+                    (f"{name}, `{ASKED}`", f"{short(own)}, full {full['mean']:.2f}, without {bare['mean']:.2f}")
                 )
         return _told(parts)
 
@@ -72,35 +71,43 @@ def _kept(ratio: float) -> Any:
     def said(studies: Studies) -> str:
         parts = []
         for name, study in studies.items():
-            asked = FIRST[name]
-            found = [_right(study, asked, method, ratio) for method in ("still", "full", "no_context")]
+            found = [_right(study, ASKED, method, ratio) for method in ("still", "full", "no_context")]
             if all(found):
                 own, full, bare = (one["mean"] for one in found)
-                parts.append((f"{name}, `{asked}`", f"{(own - bare) / (full - bare):.2f}"))
+                parts.append((f"{name}, `{ASKED}`", f"{(own - bare) / (full - bare):.2f}"))
         return _told(parts)
 
     return said
 
 
 def _above(*others: str) -> Any:
-    """Differences of right answers at 8x and 16x, and in how many cells they are above 0 for certain."""
+    """Differences of right answers at 8x and 16x, and in how many cells of tasks and ratios the interval is off 0."""
 
     def said(studies: Studies) -> str:
         parts = []
         for name, study in studies.items():
-            rows = [row for row in study["compared"] if row["passes"] == 1 and row["than"].partition("@")[0] in others]
+            low, high = study["study"]["ratios"]  # beyond the ratios of training nothing was asked of it
+            rows = [
+                row
+                for row in study["compared"]
+                if row["passes"] == 1
+                and low <= row["ratio"] <= high
+                and row["than"].partition("@")[0] in others
+                # The same questions as in ASKED, but for what is too slow to be asked all of them.
+                and (row["asked"] != "per_context" or row["than"] == "trained_cache")
+            ]
             if not rows:
                 continue
             above, below = sum(row["low"] > 0 for row in rows), sum(row["high"] < 0 for row in rows)
             first = [
                 f"{row['than'].partition('@')[0]} {row['ratio']:g}x {100 * row['mean']:+.0f} points"
                 for row in rows
-                if row["asked"] == FIRST[name] and row["ratio"] in (8, 16)
+                if row["asked"] == ASKED and row["ratio"] in (8, 16)
             ]
             parts.append(
                 (
                     name,
-                    f"`{FIRST[name]}` {', '.join(first)}; the interval of {above} of {len(rows)} cells is above 0, of "
+                    f"`{ASKED}` {', '.join(first)}; the interval of {above} of {len(rows)} cells is above 0, of "
                     f"{below} below",
                 )
             )

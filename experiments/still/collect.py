@@ -30,7 +30,6 @@ METHODS = {
     "scorer_decisions": "trained choice, on decisions",
     "iterated": "Still, trained to 4 passes",
     "iterated_plain": "Still, the same on answers alone",
-    "identity": "Still, untrained",
     "trained_cache": "trained cache (per context)",
     "attention_matching": "Attention Matching",
     "random@4": "random, 4 sinks",

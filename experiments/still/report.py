@@ -27,12 +27,9 @@ SURVIVES = {  # name of the quantity -> (view, readout, edit, region)
     "decided": ("survival", "decided", "", ""),
     "decoded": ("decoded", "accuracy", "", ""),
     "erratum": ("compact_edit", "effect", "erratum", ""),
-    "field_edited": ("compact_edit", "effect", "field_edited", ""),
     "field_patched": ("compact_edit", "effect", "field_patched", ""),
     "field_slots": ("slots", "enrichment", "", "field"),
     "delimiter_slots": ("slots", "enrichment", "", "delimiter"),
-    "field_attention": ("attention", "attention", "", "field"),
-    "delimiter_attention": ("attention", "attention", "", "delimiter"),
 }
 ALL = 0  # all numbers of documents together
 

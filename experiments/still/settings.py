@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from experiments.studies import Strict, StudyFile, Task, check_names, drawn
+from kvnotes_interp.operators.scorer import ScorerSettings
+from kvnotes_interp.operators.still import StillSettings
 from kvnotes_interp.tasks.documents import Question
-from kvnotes_interp.training import Settings
+from kvnotes_interp.training import Compacting, Selecting, Settings
 
 HERE = Path(__file__).parent
 
@@ -60,8 +63,6 @@ class Study(StudyFile):
         training: of `training.Settings`. ratios: lowest and highest in training.
         samples, validation: training questions of a compactor.
         quality: name -> what is asked; one run folder each.
-        compared: name in `quality` and ratio at which every compactor is compared with the first trained one, question
-            by question.
     """
 
     model: str
@@ -85,6 +86,12 @@ class Study(StudyFile):
                 *((name, self.trained) for one in asked for name in one.trained),
             ]
         )
+        for name, one in self.trained.items():
+            self.settings(name, 0)
+            (StillSettings if one.method == "still" else ScorerSettings)(**one.settings)
+            method = Compacting if one.method == "still" else Selecting
+            check_names([(option, list(signature(method).parameters)) for option in one.options])
+            check_names([(str(seed), list(map(str, self.seeds))) for seed in one.seeds or ()])
         return self
 
     @classmethod

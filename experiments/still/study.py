@@ -21,8 +21,10 @@ import kvnotes_interp as kv
 from experiments.still import report
 from experiments.still.settings import Asked, Study, Survival
 from experiments.still.train import compactor_of, train
+from experiments.studies import check_names
 from kvnotes_interp import tasks
-from kvnotes_interp.errors import KVNotesError
+from kvnotes_interp.errors import InputError, KVNotesError
+from kvnotes_interp.training import Settings
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -46,7 +48,7 @@ def quality(model: Model, study: Study, out: Path, name: str, *, progress: bool 
         compactors=compactors(study, out, asked),
         ratios=asked.ratios,
         passes=asked.passes,
-        max_new_tokens=study.training["max_new_tokens"],
+        max_new_tokens=Settings(**study.training).max_new_tokens,
         timing=0,
         out=out / "quality" / name,
         resume=True,
@@ -76,9 +78,16 @@ def run(
     only: Sequence[str] | None = None,
     progress: bool = True,
 ) -> None:
-    """All stages; what is finished is only read. only: names in `trained` and `quality` that are done, else all."""
-    model = kv.load(study.model)
-    wanted = set(only) if only else {*study.trained, *study.quality}
+    """All stages; what is finished is only read.
+
+    only: names in `trained` and `quality`; all else, and the survival, is then left out. Raises InputError for another.
+    """
+    every = {*study.trained, *study.quality}
+    try:
+        check_names([(name, sorted(every)) for name in only or ()])
+    except ValueError as error:
+        raise InputError(f"--only: {error}") from None
+    model, wanted = kv.load(study.model), set(only or every)
     if "trained" in stages:
         for seed in study.seeds:
             for name in study.trained:
@@ -88,7 +97,7 @@ def run(
         for name in study.quality:
             if name in wanted:
                 quality(model, study, out, name, progress=progress)
-    if "survival" in stages and study.survival is not None:
+    if "survival" in stages and study.survival is not None and not only:
         survival(model, study, out, study.survival, progress=progress)
     report.write(study, model, out)
 

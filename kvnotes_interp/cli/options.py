@@ -133,8 +133,12 @@ Passes = Annotated[str, _option(_EDITS, "Parts that a context is read and compac
 Iterative = Annotated[
     bool, _option(_EDITS, "In place of ratios and passes: parts of --chunk tokens, to --budget slots.", "--iterative")
 ]
-Chunk = Annotated[int, _option(_EDITS, "Tokens read between two compactions (--iterative).", metavar="N", min=1)]
-Slots = Annotated[int, _option(_EDITS, "Slots kept per KV head and layer.", "--budget", metavar="N", min=1)]
+Chunk = Annotated[
+    int | None, _option(_EDITS, "Tokens read between two compactions (--iterative): 512.", metavar="N", min=1)
+]
+Slots = Annotated[
+    int | None, _option(_EDITS, "Slots kept per KV head (--iterative): 64.", "--budget", metavar="N", min=1)
+]
 Sliding = Annotated[str, _option(_EDITS, "Layers of a short window: keep (whole), compact.", metavar="NAME")]
 QueryAware = Annotated[bool, _option(_EDITS, "Show compactors that observe the question.", "--query-aware")]
 Wording = Annotated[str, _option(_EDITS, "Of the erratum.", metavar="NAME")]

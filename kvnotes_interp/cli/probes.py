@@ -231,20 +231,22 @@ def compact(
     ratios: opt.Ratios = "2,4,8,16",
     passes: opt.Passes = "1",
     iterative: opt.Iterative = False,
-    chunk: opt.Chunk = 512,
-    budget: opt.Slots = 64,
+    chunk: opt.Chunk = None,
+    budget: opt.Slots = None,
     sliding: opt.Sliding = "keep",
     query_aware: opt.QueryAware = False,
     max_new_tokens: opt.MaxNewTokens = 8,
     timing: opt.Timing = 1,
 ) -> dict[str, Any]:
     """Compaction: answers from compact caches, against the full one, and what they cost. Document questions."""
+    sizes = {name: value for name, value in (("chunk", chunk), ("budget", budget)) if value is not None}
+    if sizes and not iterative:
+        raise InputError(f"--{next(iter(sizes))} is a size of --iterative: add it, or ask by --ratios and --passes.")
     return {
         **_compacting(compactors, ratios, sliding),
         "passes": opt.numbers("--passes", passes, int),
         "iterative": iterative,
-        "chunk": chunk,
-        "budget": budget,
+        **sizes,
         "query_aware": query_aware,
         "max_new_tokens": max_new_tokens,
         "timing": timing,

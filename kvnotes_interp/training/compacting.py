@@ -45,8 +45,9 @@ class Compacting:
         backward: through the last compaction alone ("truncated"), or through all of them and through what the model
             made of the tokens in between ("full").
         consistency: weight of a second loss, in training: the squared distance of keys and values to those of the
-            tokens so far compacted at once, over the mean square of the latter; mean over layers and passes after the
-            first. It reaches every pass with either `backward`. 0 is the paper's setting.
+            tokens so far compacted at once, over the mean square of the latter; mean over keys and values, layers,
+            and passes after the first. With either `backward` it teaches all passes but the first; key biases are not
+            in it. 0 is the paper's setting.
 
     Raises InputError for options out of range; UnsupportedError for a horizon above 1 where layers slide.
     """

@@ -194,7 +194,7 @@ class _Loop:
             group["lr"] = lr
         optimizer.zero_grad(set_to_none=True)
         places = stretch(len(self.train), settings.seed, self.step * size, size)
-        loss, tokens = 0.0, 0
+        loss, beside, tokens = 0.0, 0.0, 0
         for at in range(0, size, settings.batch):
             part = [self.train[place] for place in places[at : at + settings.batch]]
             targets = [self.train_targets[place] for place in places[at : at + settings.batch]]
@@ -203,6 +203,7 @@ class _Loop:
             share = kl_to_teacher(targets, logits, tau=settings.tau).sum() / size
             own = getattr(self.method, "own_loss", None)
             (share if own is None else share + own / size).backward()
+            beside += 0.0 if own is None else float(own.detach()) / size
             loss += float(share.detach())
             tokens += sum(len(e.blocks) + len(t.answer) - 1 for e, t in zip(part, targets, strict=True))
         norm = float(clip_grad_norm_(self.method.parameters().values(), settings.clip))
@@ -220,6 +221,7 @@ class _Loop:
                 "step": self.step,
                 "epoch": (self.step - 1) * size // len(self.train),
                 "loss": loss,
+                **({"own_loss": beside} if hasattr(self.method, "own_loss") else {}),
                 "lr": lr,
                 "grad_norm": norm,
                 "tokens_per_s": tokens / seconds,

@@ -16,8 +16,8 @@ from kvnotes_interp.training.examples import Example
 class Method(Protocol):
     """Makes caches from documents with parameters that can be trained.
 
-    A method may have a loss of its own beside that of the answers: an attribute `own_loss`, set by `caches`, summed
-    over the examples, or None. It is trained on; `loss` in the metrics is that of the answers alone.
+    A method may have a loss of its own, beside that of the answers: an attribute `own_loss`, set by `caches`, the sum
+    over the examples or None. It is trained on; `loss` in the metrics is of the answers alone, `own_loss` is this one.
 
     Attributes:
         name: as in tables, such as "sempic".

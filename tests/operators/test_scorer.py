@@ -273,8 +273,17 @@ def test_wrong_models_settings_and_budgets_are_refused() -> None:
         with pytest.raises(InputError, match="budget="):
             new_scorer(model).compact(model, cache, budget=budget)
     with pytest.raises(InputError, match=r'no setting "hiden".*hidden'):
-        ScorerSettings(hiden=3)
+        ScorerSettings(hiden=3)  # type: ignore[call-arg]
     with pytest.raises(InputError, match="update_rank=-1"):
         ScorerSettings(update_rank=-1)
     with pytest.raises(InputError, match="these are not the"):
         new_scorer(model).set(new_scorer(model, settings=ScorerSettings(update_rank=2)).parameters())
+
+
+def test_a_gate_far_from_every_score_has_no_gradient_and_no_nan() -> None:
+    scores = torch.tensor([[900.0, -900.0, 950.0]], requires_grad=True)
+    bias = gates.gate(scores, 2, temperature=1e-3)
+    assert bias.tolist() == [[0.0, pytest.approx(math.log(1e-9)), 0.0]]
+    bias.sum().backward()
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[0.0, 0.0, 0.0]]

@@ -34,7 +34,9 @@ def gate(
     soft = torch.sigmoid((fixed - edge) / temperature)
     slope = soft * (1 - soft) / temperature
     moved = scores - fixed  # zero, with a gradient
-    common = (slope * moved).sum(-1, keepdim=True) / slope.sum(-1, keepdim=True)
+    # Far from the edge, in temperatures, every slope is 0: nothing moves then, and nothing may become 0 / 0.
+    total = slope.sum(-1, keepdim=True).clamp_min(torch.finfo(slope.dtype).tiny)
+    common = (slope * moved).sum(-1, keepdim=True) / total
     move = slope * (moved - common)
     if move.requires_grad:
         move.register_hook(lambda effect: effect.clamp(-LIMIT, LIMIT))

@@ -106,9 +106,9 @@ class Measure:
         return {**arm.about, "ratio": ratio, **({"passes": len(arm.parts(item.blocks))} if self.iterated else {})}
 
     def cost(self, cache: Cache, full: KVCache, layer_tokens: int = 0, peak: int | None = None) -> dict[str, float]:
-        """Slots per layer, bytes, layer-tokens run to observe over a prefill's; where contexts are read in parts, also
+        """Slots per layer, bytes, their share, and layer-tokens run to observe over a prefill's.
 
-        the `peak`: bytes of the largest cache before a compaction.
+        Where contexts are read in parts also the `peak`: bytes of the largest cache before a compaction.
         """
         slots = slots_of(cache)
         found = {
