@@ -239,14 +239,12 @@ def compact(
     timing: opt.Timing = 1,
 ) -> dict[str, Any]:
     """Compaction: answers from compact caches, against the full one, and what they cost. Document questions."""
-    sizes = {name: value for name, value in (("chunk", chunk), ("budget", budget)) if value is not None}
-    if sizes and not iterative:
-        raise InputError(f"--{next(iter(sizes))} is a size of --iterative: add it, or ask by --ratios and --passes.")
     return {
         **_compacting(compactors, ratios, sliding),
         "passes": opt.numbers("--passes", passes, int),
         "iterative": iterative,
-        **sizes,
+        "chunk": chunk,
+        "budget": budget,
         "query_aware": query_aware,
         "max_new_tokens": max_new_tokens,
         "timing": timing,

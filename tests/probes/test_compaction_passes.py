@@ -277,6 +277,8 @@ def test_a_budget_of_all_slots_in_parts_is_the_full_cache(name: str, tokenizer: 
         ({"iterative": True, "chunk": 0}, "chunk=0"),
         ({"iterative": True, "budget": 0}, "budget=0"),
         ({"iterative": True, "passes": (1, 2)}, "leave one out"),
+        ({"chunk": 512}, "chunk is a size of iterative=True"),
+        ({"budget": 64}, "budget is a size of iterative=True"),
     ],
 )
 def test_wrong_passes_are_refused(model: Model, questions: list[Question], options: dict[str, Any], match: str) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 COMPACTORS = ("random@4", "streaming", "key_norm", "h2o", "snapkv", "attention_matching")
 RATIOS = (2.0, 4.0, 8.0, 16.0)
+CHUNK, BUDGET = 512, 64  # of a stream: tokens read between two compactions, slots kept
 RANDOM = "random@4"
 """What is run when no random compactor is asked for: random slots that spare the attention sink."""
 

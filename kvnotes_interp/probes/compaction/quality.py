@@ -26,7 +26,16 @@ from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators.eviction.compacted import Sliding
 from kvnotes_interp.probes.answering import check_memory
 from kvnotes_interp.probes.compaction.measure import Measure
-from kvnotes_interp.probes.compaction.points import COMPACTORS, RATIOS, Compacting, Point, points_of, trained
+from kvnotes_interp.probes.compaction.points import (
+    BUDGET,
+    CHUNK,
+    COMPACTORS,
+    RATIOS,
+    Compacting,
+    Point,
+    points_of,
+    trained,
+)
 from kvnotes_interp.probes.compaction.summary import summarise
 from kvnotes_interp.probes.items import fingerprint, items_of
 from kvnotes_interp.progress import Bar
@@ -46,8 +55,8 @@ def compaction_quality(
     ratios: Sequence[float] = RATIOS,
     passes: Sequence[int] = (1,),
     iterative: bool = False,
-    chunk: int = 512,
-    budget: int = 64,
+    chunk: int | None = None,
+    budget: int | None = None,
     sliding: Sliding = "keep",
     query_aware: bool = False,
     max_new_tokens: int = 8,
@@ -70,8 +79,8 @@ def compaction_quality(
         passes: numbers of parts that a context is read in, cut between documents where there are as many. Behind each
             part the whole is compacted to the budget of the ratio, context / ratio slots; what fits is left as it is.
             Compactors that observe tokens observe those of the part.
-        iterative: in place of ratios and passes, read every context in parts of `chunk` tokens and compact to `budget`
-            slots behind each.
+        iterative: in place of ratios and passes, read every context in parts of `chunk` tokens (512) and compact to
+            `budget` slots (64) behind each.
         sliding: "keep" layers whole whose window is shorter than the context, or "compact" them too.
         query_aware: show the question to the compactors that observe tokens (H2O, SnapKV, Attention Matching); else
             they see the context alone, as a cache is compacted before anyone asks.
@@ -101,7 +110,11 @@ def compaction_quality(
             budget.
         ControlError: a control failed; its numbers mean nothing.
     """
-    size = {"chunk": chunk, "slots": budget} if iterative else {}
+    given = [name for name, value in (("chunk", chunk), ("budget", budget)) if value is not None]
+    if given and not iterative:
+        raise InputError(f"{given[0]} is a size of iterative=True: add that, or ask by ratios and passes.")
+    sizes = {"chunk": CHUNK if chunk is None else chunk, "slots": BUDGET if budget is None else budget}
+    size = sizes if iterative else {}
     if iterative and tuple(passes) != (1,):
         raise InputError(f"passes={tuple(passes)} with iterative=True: the chunks decide the passes; leave one out.")
     points = points_of(compactors, ratios, passes, **size)
