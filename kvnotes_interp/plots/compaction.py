@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -30,9 +31,13 @@ REFERENCES = ("full", "no_context")
 
 
 def look(compactor: str, index: int = 0) -> tuple[str, str, str, str]:
-    """Name, colour, dash and marker; NAME@VALUE has the look of NAME, and two of a kind differ in the dash."""
+    """Name, colour, dash and marker; NAME@VALUE has the look of NAME, and two of a kind differ in the dash.
+
+    Of a folder the last two names are shown, without the `best` of a training run.
+    """
     kind, _, value = compactor.partition("@")
     name, colour, dash, symbol = LOOKS.get(kind, (kind.replace("_", " "), style.SKY, "dashdot", "cross"))
+    value = "/".join([part for part in value.split("/") if part != "best"][-2:])
     return f"{name} ({value})" if value else name, colour, splicing.DASHES[index % 4] if index else dash, symbol
 
 
@@ -58,6 +63,13 @@ def answers(result: Result, readout: str) -> pd.DataFrame:
         kept = table["site"].isin(REFERENCES)
         table = table[kept | (passes == passes[~kept].min())].reset_index(drop=True)
     return table
+
+
+def make_room(fig: Figure, entries: int) -> None:
+    """Lengthen the figure below the plot, so that a legend of so many entries in pairs does not run out of it."""
+    extra = 26 * max(0, math.ceil(entries / 2) - 4)
+    layout: Any = fig.layout
+    fig.update_layout(height=layout.height + extra, margin_b=layout.margin.b + extra)
 
 
 def reference_lines(fig: Figure, table: pd.DataFrame) -> None:

@@ -60,7 +60,8 @@ def draw(result: Result, *, readout: str = "micro_f1", ratios: Sequence[float] |
         )
         _references(fig, table, column, labelled=column == len(panels))
     fig.update_yaxes(title_text=title, row=1, col=1)
-    fig.update_layout(legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.22, "yanchor": "top"})
+    fig.update_layout(legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.27, "yanchor": "top"})
+    compaction.make_room(fig, len(set(table["compactor"]) - set(compaction.REFERENCES)))
     return remember(fig, "compaction_passes", result, table)
 
 

@@ -32,4 +32,5 @@ def draw(result: Result, *, readout: str = "micro_f1") -> go.Figure:
     )
     fig.update_yaxes(title_text=title)
     fig.update_layout(legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.2, "yanchor": "top"})
+    compaction.make_room(fig, len(set(table["compactor"]) - set(compaction.REFERENCES)))
     return remember(fig, "compaction_ratio", result, table)

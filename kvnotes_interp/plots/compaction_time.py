@@ -49,4 +49,5 @@ def draw(result: Result, *, readout: str = "micro_f1", ratio: float | None = Non
     fig.update_xaxes(title_text=unit_text, type="log", tickvals=style.LOG_TICKS)
     fig.update_yaxes(title_text=title)
     fig.update_layout(legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.2, "yanchor": "top"})
+    compaction.make_room(fig, len(set(table["compactor"]) - set(compaction.REFERENCES)))
     return remember(fig, "compaction_time", result, table)

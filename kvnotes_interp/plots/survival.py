@@ -80,4 +80,5 @@ def draw(result: Result, *, readout: str = "gap") -> go.Figure:
         fig.add_hline(y=level, line={"color": style.GREY, "width": 1, "dash": "dot"}, layer="below")
     fig.update_yaxes(title_text=READOUTS[readout], row=1, col=1)
     fig.update_layout(legend={"orientation": "h", "x": 0, "xanchor": "left", "y": -0.2, "yanchor": "top"})
+    compaction.make_room(fig, len(set(table["compactor"]) - set(compaction.REFERENCES)))
     return remember(fig, "survival", result, table)
