@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pandas as pd
 import yaml
@@ -20,6 +22,9 @@ from kvnotes_interp.tasks.documents import Question
 from kvnotes_interp.training.examples import Part, draw_parts
 
 TEST_SEED = 1  # of the test questions: the same ones whatever is trained
+
+
+S = TypeVar("S", bound="StudyFile")
 
 
 class Strict(BaseModel):
@@ -115,6 +120,35 @@ def _text(found: Mapping[str, Any]) -> str:
         rows = ",\n".join(f"  {json.dumps(row, allow_nan=False)}" for row in value) if isinstance(value, list) else ""
         lines.append(f"{json.dumps(name)}: " + (f"[\n{rows}\n]" if rows else json.dumps(value, allow_nan=False)))
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def keep_summaries(names: Iterable[str], runs: Path, out: Path) -> list[Path]:
+    """Copy the summaries of these studies, where there are any; returns their folders."""
+    kept = []
+    for name in names:
+        if (runs / name / "summary.json").is_file():
+            (out / name).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(runs / name / "summary.json", out / name / "summary.json")
+            kept.append(runs / name)
+    return kept
+
+
+def options(module: str, about: str | None, stages: Sequence[str]) -> argparse.ArgumentParser:
+    """The options that every study takes."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
+    parser.add_argument("--study", default="organism", help="organism, smollm2, or a YAML file like those")
+    parser.add_argument("--model", help="another model than the study's")
+    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the study's")
+    parser.add_argument("--out", type=Path, required=True, help="the study's folder; a stopped one is taken up again")
+    parser.add_argument("--stages", nargs="+", choices=stages, default=stages, help="all, unless named")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    return parser
+
+
+def changed(study: S, given: argparse.Namespace) -> S:
+    """The study with the model and the seeds that were given."""
+    asked = {"model": given.model, "seeds": given.seeds and tuple(given.seeds)}
+    return study.model_copy(update={name: value for name, value in asked.items() if value})
 
 
 def commit(summary: Mapping[str, Any]) -> str:

@@ -6,14 +6,13 @@ The papers' numbers stand here; ours are read from the studies' summaries, never
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments import tables
-from experiments.studies import commit
+from experiments.studies import commit, keep_summaries
 
 HERE = Path(__file__).parent
 README, SUMMARIES = HERE / "README.md", HERE / "summaries"
@@ -241,12 +240,8 @@ def cells(summary: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
 
 def keep(runs: Path, out: Path) -> list[Path]:
     """Copy the studies' own summaries, and those of the probes that they do not hold."""
-    kept = []
+    kept = keep_summaries(STUDIES, runs, out)
     for name in STUDIES:
-        if (runs / name / "summary.json").is_file():
-            (out / name).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(runs / name / "summary.json", out / name / "summary.json")
-            kept.append(runs / name)
         for part in ("deviation", "notes", "probes"):
             kept += tables.keep(runs / name / part, out / name / part)
     return kept

@@ -13,7 +13,6 @@ At the end `summary.json` holds the study's tables; `collect.py` puts them into 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ import kvnotes_interp as kv
 from experiments.sempic import regions, report
 from experiments.sempic.settings import Look, Study
 from experiments.sempic.train import operator_of, train
+from experiments.studies import changed, options
 from kvnotes_interp import operators, tasks
 from kvnotes_interp.errors import KVNotesError
 
@@ -118,18 +118,10 @@ def run(study: Study, out: Path, *, stages: Sequence[str] = STAGES, progress: bo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.sempic.study", description=__doc__)
-    parser.add_argument("--study", default="organism", help="organism, smollm2, or a YAML file like those")
-    parser.add_argument("--model", help="another model than the study's")
-    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the study's")
-    parser.add_argument("--out", type=Path, required=True, help="the study's folder; a stopped one is taken up again")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="all, unless named")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    parser = options("experiments.sempic.study", __doc__, STAGES)
     given = parser.parse_args(arguments)
     try:
-        study = Study.read(given.study)
-        changed = {"model": given.model, "seeds": given.seeds and tuple(given.seeds)}
-        study = study.model_copy(update={name: value for name, value in changed.items() if value})
+        study = changed(Study.read(given.study), given)
         run(study, given.out, stages=given.stages, progress=not given.quiet)
     except KVNotesError as error:
         print(f"error: {error}", file=sys.stderr)

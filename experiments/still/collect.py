@@ -6,7 +6,6 @@ The paper's numbers stand here; ours are read from the studies' summaries, never
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from experiments import tables
 from experiments.still.claims import claims
 from experiments.still.report import ALL
-from experiments.studies import commit
+from experiments.studies import commit, keep_summaries
 from experiments.tables import find, short
 
 HERE = Path(__file__).parent
@@ -173,13 +172,7 @@ def survival(study: Mapping[str, Any]) -> list[str]:
 
 def keep(runs: Path, out: Path) -> list[Path]:
     """Copy the studies' summaries."""
-    kept = []
-    for name in STUDIES:
-        if (runs / name / "summary.json").is_file():
-            (out / name).mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(runs / name / "summary.json", out / name / "summary.json")
-            kept.append(runs / name)
-    return kept
+    return keep_summaries(STUDIES, runs, out)
 
 
 def commands() -> list[str]:

@@ -11,7 +11,6 @@ At the end `summary.json` holds the study's tables; `collect.py` puts them into 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ import kvnotes_interp as kv
 from experiments.still import report
 from experiments.still.settings import Asked, Study, Survival
 from experiments.still.train import compactor_of, train
-from experiments.studies import check_names
+from experiments.studies import changed, check_names, options
 from kvnotes_interp import tasks
 from kvnotes_interp.errors import InputError, KVNotesError
 from kvnotes_interp.training import Settings
@@ -103,19 +102,11 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m experiments.still.study", description=__doc__)
-    parser.add_argument("--study", default="organism", help="organism, smollm2, or a YAML file like those")
-    parser.add_argument("--model", help="another model than the study's")
-    parser.add_argument("--seeds", type=int, nargs="+", help="other seeds than the study's")
-    parser.add_argument("--out", type=Path, required=True, help="the study's folder; a stopped one is taken up again")
-    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES, help="all, unless named")
+    parser = options("experiments.still.study", __doc__, STAGES)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these compactors and questions, not all")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars")
     given = parser.parse_args(arguments)
     try:
-        study = Study.read(given.study)
-        changed = {"model": given.model, "seeds": given.seeds and tuple(given.seeds)}
-        study = study.model_copy(update={name: value for name, value in changed.items() if value})
+        study = changed(Study.read(given.study), given)
         run(study, given.out, stages=given.stages, only=given.only, progress=not given.quiet)
     except KVNotesError as error:
         print(f"error: {error}", file=sys.stderr)

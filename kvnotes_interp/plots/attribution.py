@@ -28,7 +28,8 @@ def draw(
 
     Args:
         shares: of one layer and KV head, from `operators.still.attribution`.
-        tokens: texts of the source's slots. marked: indices of those to mark, such as `regions.is_delimiter`'s.
+        tokens: texts of the source's slots. marked: indices of those to mark, such as the delimiters
+            (`tasks.encode.is_delimiter`).
 
     The subtitle says what share of all slots comes from the marked tokens, beside their share of the tokens: without
     that base rate a mark means nothing.

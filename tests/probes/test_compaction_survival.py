@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,9 @@ def test_the_field_is_patched_where_it_was_kept_and_only_there(case: Case) -> No
     assert all(torch.equal(a, b) for a, b in zip(same.keys + same.values, lost.keys + lost.values, strict=True))
     fitted = eviction.find("attention_matching")(case.model, case.base, budget=n // 2).cache
     assert field_patched(case, fitted) is None
+    # A slot that was kept and then changed is no copy either, though it names its token.
+    updated = replace(lost, values=(lost.values[0] + 1, *lost.values[1:]))
+    assert field_patched(case, updated) is None
 
 
 def test_field_patched_at_full_is_the_field_edited(result: Result) -> None:

@@ -123,11 +123,14 @@ class Surviving:
 def field_patched(case: Case, old: CompactCache) -> CompactCache | None:
     """The compacted old cache with those of its slots that hold the field taken from the new run.
 
-    None where slots are not copies: fitted values, biases, or slots that were written. Where no slot of the field was
-    kept nothing changes.
+    None where slots are not copies: fitted values, biases, slots that were written or updated. Where no slot of the
+    field was kept nothing changes.
     """
     if old.bias is not None or any(bool((sources < 0).any()) for sources in old.sources):
         return None
+    copies = CompactCache.of(case.base).kept(old.sources)
+    if not all(map(torch.equal, old.keys + old.values, copies.keys + copies.values)):
+        return None  # kept, and changed: a trained scorer may update its slots
     new = CompactCache.of(case.donor).kept(old.sources)
     start, stop = case.pair.field
     inside = [((s >= start) & (s < stop))[None, :, :, None].to(old.device) for s in old.sources]
