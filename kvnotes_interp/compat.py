@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from kvnotes_interp import weights
 from kvnotes_interp.errors import UnsupportedError
 
 # Spellings of the cache argument of a causal LM's forward, newest first.
@@ -309,6 +310,7 @@ def rope_types(hf: PreTrainedModel) -> set[str]:
 def refuse_unsupported(hf: PreTrainedModel) -> None:
     """Raise UnsupportedError, naming the cause, unless the cache is one key and value per token and layer."""
     name, config = type(hf).__name__, text_config(hf)
+    weights.refuse_quantised(hf, name)
     for kind in getattr(config, "layer_types", None) or ():
         for bad, why in _UNSUPPORTED_LAYERS.items():
             if kind.startswith(bad):
