@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvnotes_interp import compat, engine
+from kvnotes_interp import compat, declared, engine
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.engine import shared
 
@@ -96,6 +96,7 @@ def check(model: Model, *, full: bool = True) -> CheckReport:
         _under("keys written in two parts = in one", *_worst(grown.keys, whole.keys, limit)),
         Check("a forward leaves the parent cache unchanged", head == fork, 0.0 if head == fork else 1.0, 0.0),
         *_moved(model, ids[:cut], head, limit),
+        *declared.checks(model),
     ]
     if full:
         checks += [_gap(model, ids, cut, limit)]
