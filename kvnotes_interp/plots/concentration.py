@@ -26,30 +26,31 @@ _SPARE = (style.GREEN, style.PURPLE, style.SKY)
 
 
 def curve(result: Result, *, part: str = "kv") -> pd.DataFrame:
-    """Columns ranking, k, mean, low, high, n, n_effective. A k that fewer than half the pairs reach is left out."""
+    """Columns ranking, k, mean, low, high, n, n_effective. A k that fewer than half the pairs reach is left out.
+
+    A pair with fewer positions than k counts with all that it has, as in the summary: else the curve of prompts of
+    unequal length would be a mean over other pairs at every k.
+    """
     rows = rows_of(result, "cumulative", part=part)
-    table = intervals(rows, ["ranking", "k"])
-    table["k"] = table["k"].astype(int)
+    reach = rows.groupby(["ranking", "k"])["pair"].nunique()
     pairs = rows.groupby("ranking")["pair"].nunique()
-    return table[table["n"] >= table["ranking"].map(pairs).astype(float) / 2].reset_index(drop=True)
-
-
-def reached(table: pd.DataFrame, level: float) -> float | None:
-    """Smallest k at which the mean curve reaches `level`, interpolated in log k; None when it never does."""
-    previous: tuple[float, float] | None = None
-    for k, mean in table.sort_values("k")[["k", "mean"]].itertuples(index=False):
-        if mean >= level:
-            if previous is None or mean == previous[1]:
-                return float(k)
-            before, below = previous
-            share = (level - below) / (mean - below)
-            return 2 ** (math.log2(before) + share * (math.log2(k) - math.log2(before)))
-        previous = (float(k), float(mean))
-    return None
+    ends = rows.groupby(["ranking", "pair"])["k"].transform("max")
+    filled = [rows]
+    for ranking, k in reach.index[(reach / pairs.reindex(reach.index, level="ranking") >= 0.5).to_numpy()]:
+        over = (rows["ranking"] == ranking) & (rows["k"] == ends) & (ends < k)
+        filled.append(rows[over].assign(k=k))
+    table = intervals(result, pd.concat(filled, ignore_index=True), ["ranking", "k"])
+    table["k"] = table["k"].astype(int)
+    kept = [reach[ranking, k] >= pairs[ranking] / 2 for ranking, k in zip(table["ranking"], table["k"], strict=True)]
+    return table[kept].reset_index(drop=True)
 
 
 def draw(result: Result, *, part: str = "kv", mark: str = "other_pairs") -> go.Figure:
-    """Recovery when the top k positions are patched, k on a log2 axis; k50 and k90 of the ranking `mark` are marked."""
+    """Recovery when the top k positions are patched, k on a log2 axis.
+
+    k50 and k90 of the ranking `mark` are marked as the run's summary has them: each pair's first measured k that
+    recovers this share of what all its downstream positions recover, then the mean over pairs.
+    """
     rows = rows_of(result, "cumulative", part=part)
     table = curve(result, part=part)
     table = table[table["k"] > 0]
@@ -69,8 +70,8 @@ def draw(result: Result, *, part: str = "kv", mark: str = "other_pairs") -> go.F
             style.band(fig, own, x="k", name=name, colour=colour, dash=dash, symbol=symbol)
     style.reference_lines(fig)
     marked = next((r for r in (mark, "attention", "same_pair") if r in set(table["ranking"])), None)
-    if marked is not None:
-        _mark(fig, table[table["ranking"] == marked], looks[marked][1])
+    if marked is not None and part == "kv":  # the summary has them for keys and values together
+        _mark(fig, result, marked, looks[marked][1])
     low, high = int(table["k"].min()), int(table["k"].max())
     ticks = [2**i for i in range(int(math.log2(low)), int(math.log2(high)) + 1)]
     if high > 1.3 * ticks[-1]:
@@ -87,12 +88,12 @@ def draw(result: Result, *, part: str = "kv", mark: str = "other_pairs") -> go.F
     return remember(fig, "concentration", result, table)
 
 
-def _mark(fig: go.Figure, table: pd.DataFrame, colour: str) -> None:
-    """Lines where the curve reaches 50 % and 90 % of what all positions carry, named clear of the curves."""
-    whole = float(table.sort_values("k")["mean"].to_numpy()[-1])
-    for level, side in ((0.5, "right"), (0.9, "left")):
-        k = reached(table, level * whole)
-        if k is None:
+def _mark(fig: go.Figure, result: Result, ranking: str, colour: str) -> None:
+    """Lines at the summary's k50 and k90, named clear of the curves; none where no pair could measure them."""
+    known = result.summary().rows.set_index("quantity")["mean"]
+    for level, side in ((50, "right"), (90, "left")):
+        k = float(known.get(f"k{level}_{ranking}", math.nan))
+        if math.isnan(k):
             continue
         fig.add_vline(x=k, line={"color": colour, "width": 1, "dash": "dot"}, layer="below")
         fig.add_annotation(
@@ -102,7 +103,7 @@ def _mark(fig: go.Figure, table: pd.DataFrame, colour: str) -> None:
             yanchor="bottom",
             xanchor=side,
             xshift=6 if side == "right" else -6,
-            text=f"k<sub>{level * 100:.0f}</sub> = {k:.0f}" if k >= 10 else f"k<sub>{level * 100:.0f}</sub> = {k:.1f}",
+            text=f"k<sub>{level}</sub> = {k:.0f}" if k >= 10 else f"k<sub>{level}</sub> = {k:.1f}",
             showarrow=False,
             font={"size": 13, "color": colour},
         )

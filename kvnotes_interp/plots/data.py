@@ -48,11 +48,24 @@ def per_pair(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     return rows.groupby([*by, "pair", "content"], sort=True, dropna=False)["value"].mean().reset_index()
 
 
-def intervals(rows: pd.DataFrame, by: list[str], *, sort: bool = True) -> pd.DataFrame:
-    """One row per group: the group's columns, mean, low, high, n (pairs), n_effective (contents)."""
+def seed_of(result: Result) -> int:
+    """The seed of the run, which its summary's intervals were drawn with: a picture must show the bounds of its table.
+
+    0 for a result without a request, such as one that was built in memory.
+    """
+    options = (result.manifest.get("request") or {}).get("options") or {}
+    return int(options.get("seed") or 0)
+
+
+def intervals(result: Result, rows: pd.DataFrame, by: list[str], *, sort: bool = True) -> pd.DataFrame:
+    """One row per group: the group's columns, mean, low, high, n (pairs), n_effective (contents).
+
+    Each pair counts once, whatever its number of rows; `result` gives the seed, see `seed_of`.
+    """
     out: list[dict[str, Any]] = []
+    seed = seed_of(result)
     for keys, group in per_pair(rows, by).groupby(by, sort=sort, dropna=False):
-        interval = bootstrap_mean(group["value"].to_numpy(dtype=float), group["content"].tolist())
+        interval = bootstrap_mean(group["value"].to_numpy(dtype=float), group["content"].tolist(), seed=seed)
         out.append({**dict(zip(by, keys, strict=True)), **interval.to_dict()})
     return pd.DataFrame(out)
 

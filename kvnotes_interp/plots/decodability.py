@@ -35,14 +35,16 @@ def curves(result: Result, *, feature: str | None = None, classifier: str | None
     part = chosen("feature", feature, list(dict.fromkeys(rows["part"])))
     name = chosen("classifier", classifier, list(dict.fromkeys(rows["classifier"])))
     rows = rows[(rows["part"] == part) & (rows["classifier"] == name)]
-    tables = [intervals(rows, ["site", "layer"], sort=False).assign(readout="accuracy")]
+    tables = [intervals(result, rows, ["site", "layer"], sort=False).assign(readout="accuracy")]
     everything = result.frame[(result.frame["view"] == "decodability") & (result.frame["part"] == part)]
     for readout in CONTROLS:
         here = everything[(everything["readout"] == readout) & everything["pair"].isin(set(rows["pair"]))]
         here = here[here["classifier"] == name] if readout == "shuffled" else here[here["site"] == "decision"]
         if len(here):
             tables.append(
-                intervals(here, ["layer"]).assign(readout=readout, site="all" if readout == "shuffled" else "decision")
+                intervals(result, here, ["layer"]).assign(
+                    readout=readout, site="all" if readout == "shuffled" else "decision"
+                )
             )
     table = pd.concat(tables, ignore_index=True)
     table["layer"] = table["layer"].astype(int)

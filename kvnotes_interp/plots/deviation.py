@@ -47,7 +47,7 @@ def draw(
     if edge not in edges:
         raise InputError(f"edge={edge}: this result was measured at {', '.join(f'{e:g}' for e in edges)}.")
     cells = rows.groupby(["site", "layer", "position", "relative"])["value"].mean().reset_index()
-    bars = intervals(strip[strip["site"].isin(names) & (strip["edge"] == edge)], ["site", "region"])
+    bars = intervals(result, strip[strip["site"].isin(names) & (strip["edge"] == edge)], ["site", "region"])
     width = max(style.COLUMN, 64 + PANEL * len(names) + 96)
     fig = style.figure(
         "Where a composed cache is read differently",

@@ -41,8 +41,8 @@ def draw(result: Result, *, readout: str = "deviation", edge: float | None = Non
     names = [name for name in splicing.in_order([str(s) for s in rows["site"]]) if name != FULL]
     if not names:
         raise InputError("only full recompute was measured, and it does not deviate from itself.")
-    curves = intervals(rows[rows["site"].isin(names)], ["site", "relative"])
-    bars = intervals(strip[strip["site"].isin(names) & (strip["edge"] == edge)], ["site", "region"])
+    curves = intervals(result, rows[rows["site"].isin(names)], ["site", "relative"])
+    bars = intervals(result, strip[strip["site"].isin(names) & (strip["edge"] == edge)], ["site", "region"])
     fig = style.figure(
         "Where a document's cache is read differently",
         about(result, rows, interval="Bands and bars"),

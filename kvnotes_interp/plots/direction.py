@@ -20,7 +20,7 @@ ARMS = {
 def draw(result: Result) -> go.Figure:
     """One line per place and arm; random vectors of the same length stand beside each."""
     rows = rows_of(result, "direction", part=None)
-    table = intervals(rows, ["site", "arm", "layer"], sort=False)
+    table = intervals(result, rows, ["site", "arm", "layer"], sort=False)
     table["layer"] = table["layer"].astype(int)
     fig = style.figure(
         "Pushing along the difference of means",

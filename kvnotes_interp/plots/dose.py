@@ -30,7 +30,7 @@ def draw(result: Result, *, readout: str = "flip") -> go.Figure:
     if readout not in READOUTS:
         raise InputError(f"readout={readout!r}: choose from {', '.join(READOUTS)}.{nearest(readout, READOUTS)}")
     rows = rows_of(result, "dose", readout=readout)
-    table = intervals(rows, ["ranking", "k"])
+    table = intervals(result, rows, ["ranking", "k"])
     table["k"] = table["k"].astype(int)
     # The last k differs between prompts of unequal length.
     table = table[table["n"] >= table["n"].max() / 2]

@@ -19,7 +19,7 @@ BASES = {"field_only": "field new", "oracle": "all new"}
 def draw(result: Result) -> go.Figure:
     """Both caches: field new and notes old, and everything new."""
     rows = rows_of(result, "edge")
-    table = intervals(rows.assign(site=rows["base"] + ":" + rows["site"]), ["site", "ranking"])
+    table = intervals(result, rows.assign(site=rows["base"] + ":" + rows["site"]), ["site", "ranking"])
     arms = {f"{b}:{s}": f"{label}: {what}" for b, label in BASES.items() for s, what in SITES.items()}
     fig = style.figure(
         "The decision token cut off from groups of keys",

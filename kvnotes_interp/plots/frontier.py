@@ -49,8 +49,8 @@ def draw(result: Result, *, readout: str = "correct") -> go.Figure:
     if readout not in TITLES:
         raise InputError(f"readout={readout!r}: choose from {', '.join(TITLES)}.")
     rows = rows_of(result, "edit", readout=readout)
-    table = intervals(rows, ["arm", "site", "ranking", "option", "k"])
-    cost = intervals(rows_of(result, "edit", readout="share"), ["arm"])[["arm", "mean"]]
+    table = intervals(result, rows, ["arm", "site", "ranking", "option", "k"])
+    cost = intervals(result, rows_of(result, "edit", readout="share"), ["arm"])[["arm", "mean"]]
     table = table.merge(cost.rename(columns={"mean": "share"}), on="arm")
     table["share"] *= 100
     fig = style.figure(

@@ -42,7 +42,7 @@ def draw(result: Result, *, write: str = "frozen") -> go.Figure:
         except InputError:
             continue
         shown = rows = rows[(rows["site"] == site) & rows["ranking"].isin(RANKINGS)]
-        table = intervals(rows, ["ranking", "k"])
+        table = intervals(result, rows, ["ranking", "k"])
         tables.append((PANELS[view, site], table.assign(panel=view, k=table["k"].astype(int))))
     if not tables:
         raise InputError("this result holds no cumulative curve of heads.")

@@ -39,7 +39,7 @@ def draw(result: Result, *, readout: str = "recovery") -> go.Figure:
     if readout not in READOUTS:
         raise InputError(f"readout={readout!r}: choose from {', '.join(READOUTS)}.{nearest(readout, READOUTS)}")
     rows = rows_of(result, "knockout", readout=readout)
-    table = intervals(rows, ["ranking", "band", "share"])
+    table = intervals(result, rows, ["ranking", "band", "share"])
     table["percent"] = 100 * table["share"].astype(float)
     fig = style.figure(
         "The decision token cut off from what it attends to",

@@ -26,7 +26,7 @@ def draw(result: Result) -> go.Figure:
     rows = rows_of(result, "kv", part=None, readout="angle")
     rows = rows[rows["site"] != "full_recompute"] if set(rows["site"]) != {"full_recompute"} else rows
     rows = rows.assign(value=rows["value"].astype(float) * 180 / math.pi)
-    table = intervals(rows, ["site", "part", "layer"])
+    table = intervals(result, rows, ["site", "part", "layer"])
     table["layer"] = table["layer"].astype(int)
     names = list(dict.fromkeys(rows["site"]))
     fig = style.figure(

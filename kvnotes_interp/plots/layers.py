@@ -19,7 +19,7 @@ PARTS = {"kv": "K and V", "k": "K only", "v": "V only"}
 def draw(result: Result, *, part: str = "kv") -> go.Figure:
     """One line per site (field, downstream) with its 95 % band over the layers."""
     rows = rows_of(result, "layer", part=part)
-    table = intervals(rows, ["site", "layer"])
+    table = intervals(result, rows, ["site", "layer"])
     table["layer"] = table["layer"].astype(int)
     fig = style.figure(
         f"Recovery when a single layer is patched ({PARTS.get(part, part)})",

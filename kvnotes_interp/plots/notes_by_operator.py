@@ -59,10 +59,10 @@ def compare(results: Mapping[str, Result], *, bins: int = 20) -> pd.DataFrame:
         for view, sites in (("state", STATES), ("region", tuple(REGIONS))):
             rows = rows_of(result, view)
             rows = rows[rows["pair"].isin(common) & rows["site"].isin(sites)]
-            out.append(intervals(rows, ["site"]).assign(operator=operator, view=view))
+            out.append(intervals(result, rows, ["site"]).assign(operator=operator, view=view))
         rows = rows_of(result, "position")
         placed = _placed(result, rows[rows["pair"].isin(common)], bins)
-        out.append(intervals(placed, ["relative"]).assign(operator=operator, view="relative", site=""))
+        out.append(intervals(result, placed, ["relative"]).assign(operator=operator, view="relative", site=""))
     columns = ["operator", "view", "site", "relative", "mean", "low", "high", "n", "n_effective"]
     return pd.concat(out, ignore_index=True)[columns]
 

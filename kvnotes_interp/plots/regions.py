@@ -1,4 +1,4 @@
-"""Enrichment: how much of the effect a region carries, against how many of the positions it has."""
+"""Regions: how much of the effect each carries when patched alone, against how many of the positions it has."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ NAMES = {
 
 
 def region_table(result: Result, *, part: str = "kv") -> pd.DataFrame:
-    """Per region: recovery with interval, its share of the field and downstream positions, and their ratio."""
+    """Per region: recovery with interval, its share of the field and downstream positions, and their ratio.
+
+    Means are over the pairs that have the region. The ratio is of a region that is patched as a whole; the summary's
+    `enrichment_<region>` adds up what its positions recover one by one, and is another number.
+    """
     rows = rows_of(result, "region", part=part)
-    table = intervals(rows, ["site"])
+    table = intervals(result, rows, ["site"])
     pairs = result.pairs.set_index("pair")
     # Everything that can be patched: from the field's first token to the one before the decision position.
     total = (pairs["length"] - pairs["field_start"] - 1).astype(float)
     share = (rows["size"].astype(float) / rows["pair"].map(total).to_numpy(dtype=float)).groupby(rows["site"])
-    # A region that a pair does not have counts as none of its positions, so divide by the pairs of the whole view.
-    n_pairs = rows["pair"].nunique()
-    table["share_of_positions"] = table["site"].map(share.sum() / n_pairs)
-    table["enrichment"] = table["mean"] / table["share_of_positions"]
+    # Both means are over the pairs that have the region; over all pairs the ratio would grow with every pair without.
+    table["share_of_positions"] = table["site"].map(share.mean())
+    table["ratio"] = table["mean"] / table["share_of_positions"]
     return table.sort_values("mean", kind="stable").reset_index(drop=True)
 
 
@@ -72,7 +75,7 @@ def draw(result: Result, *, part: str = "kv") -> go.Figure:
             xanchor="left",
             xshift=8,
             y=index,
-            text=f"×{table['enrichment'][index]:.1f}",
+            text=f"×{table['ratio'][index]:.1f}",
             showarrow=False,
             font={"size": 13},
         )
@@ -113,7 +116,7 @@ def draw(result: Result, *, part: str = "kv") -> go.Figure:
                 "thickness": 1.5,
                 "width": 0,
             },
-            customdata=table[["n", "n_effective", "enrichment"]].to_numpy(dtype=float),
+            customdata=table[["n", "n_effective", "ratio"]].to_numpy(dtype=float),
             hovertemplate=(
                 "%{x:.1f}% of the effect, ×%{customdata[2]:.2f}<br>n = %{customdata[0]} pairs, "
                 "%{customdata[1]} contents<extra></extra>"

@@ -23,7 +23,7 @@ SITES = {
 def draw(result: Result) -> go.Figure:
     """Recovery towards the opposite conclusion: 0 where nothing moves."""
     rows = rows_of(result, "scrub")
-    table = intervals(rows, ["site", "ranking"])
+    table = intervals(result, rows, ["site", "ranking"])
     size = int(rows.loc[rows["site"] == "opposite_note", "size"].max())
     fig = style.figure(
         "Notes exchanged between prompts",

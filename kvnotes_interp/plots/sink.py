@@ -13,7 +13,7 @@ from plotly import graph_objects as go
 from plotly.subplots import make_subplots
 
 from kvnotes_interp.plots import style
-from kvnotes_interp.plots.data import about, intervals, remember, rows_of
+from kvnotes_interp.plots.data import about, intervals, remember, rows_of, seed_of
 from kvnotes_interp.stats import bootstrap_ratio
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ def draw(result: Result, *, log: bool = True) -> go.Figure:
     """
     rows = pd.concat([rows_of(result, "sink", readout=name) for name in PLACES], ignore_index=True)
     names = [*(n for n in (FULL,) if n in set(rows["site"])), *sorted(set(rows["site"]) - {FULL})]
-    density = intervals(rows, ["site", "readout"])
-    ratios = _ratios(rows)
+    density = intervals(result, rows, ["site", "readout"])
+    ratios = _ratios(rows, seed_of(result))
     fig = style.figure(
         "Attention that the first token of a block draws",
         about(result, rows, interval="Bars and bands", more="Blocks that start the prompt are left out."),
@@ -94,14 +94,14 @@ def draw(result: Result, *, log: bool = True) -> go.Figure:
     return remember(fig, "sink", result, table)
 
 
-def _ratios(rows: pd.DataFrame) -> pd.DataFrame:
+def _ratios(rows: pd.DataFrame, seed: int) -> pd.DataFrame:
     """First token over middle per operator and layer: sums over blocks and prompts, clustered by content."""
     means = rows.groupby(["site", "layer", "pair", "content", "readout"], as_index=False)["value"].mean()
     wide = means.pivot(index=["site", "layer", "pair", "content"], columns="readout", values="value").reset_index()
     out = []
     for (site, layer), own in wide.groupby(["site", "layer"]):
         interval = bootstrap_ratio(
-            own["first_token"].to_numpy(float), own["middle"].to_numpy(float), own["content"].tolist()
+            own["first_token"].to_numpy(float), own["middle"].to_numpy(float), own["content"].tolist(), seed=seed
         )
         out.append({"site": site, "layer": int(layer), **interval.to_dict()})
     # A layer whose window does not reach the blocks has no middle to compare with.

@@ -29,7 +29,7 @@ def draw(result: Result, *, readout: str = "micro_f1", documents: int | None = N
         result = _only(result, documents)
         rows = rows_of(result, "quality", readout=shown)
     table = splicing.quality(result, readout, ["site", "operator"])
-    share = splicing.mean_by(rows_of(result, "cost", readout="layer_share"), ["site"]).set_index("site")["mean"]
+    share = splicing.mean_by(result, rows_of(result, "cost", readout="layer_share"), ["site"]).set_index("site")["mean"]
     table["share"] = table["site"].map(share).astype(float)
     fig = style.figure(
         f"{splicing.READOUTS[readout]} against what is recomputed",

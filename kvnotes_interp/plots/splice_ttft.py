@@ -24,7 +24,7 @@ def draw(result: Result, *, readout: str = "speedup", bins: int = 6) -> go.Figur
     lengths = rows.drop_duplicates("pair").set_index("pair")["size"].astype(float)
     group = pd.qcut(lengths.rank(method="first"), min(bins, lengths.nunique()), labels=False)
     rows = rows.assign(group=rows["pair"].map(group), tokens=rows["pair"].map(lengths))
-    table = splicing.mean_by(rows, ["site", "operator", "group"])
+    table = splicing.mean_by(result, rows, ["site", "operator", "group"])
     table["tokens"] = table["group"].map(rows.groupby("group")["tokens"].mean()).astype(float)
     what = "speed-up over full recompute" if readout == "speedup" else "seconds"
     fig = style.figure(

@@ -9,6 +9,7 @@ import pandas as pd
 
 from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.plots import style
+from kvnotes_interp.plots.data import seed_of
 from kvnotes_interp.stats import bootstrap_mean, bootstrap_ratio
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def quality(result: Result, readout: str, by: list[str], *, view: str = "quality
     """
     frame = result.frame[result.frame["view"] == view]
     if readout != "micro_f1":
-        return mean_by(frame[frame["readout"] == readout], by)
+        return mean_by(result, frame[frame["readout"] == readout], by)
     names = list(dict.fromkeys(["pair", "content", "site", *by]))
     wide = (
         frame[frame["readout"].isin(("f1_common", "f1_words"))]
@@ -81,12 +82,14 @@ def quality(result: Result, readout: str, by: list[str], *, view: str = "quality
         .dropna(subset=["f1_words"])
         .reset_index()
     )
-    return _each(wide, by, lambda rows: bootstrap_ratio(rows["f1_common"], rows["f1_words"], rows["content"]))
+    seed = seed_of(result)
+    return _each(wide, by, lambda r: bootstrap_ratio(r["f1_common"], r["f1_words"], r["content"], seed=seed))
 
 
-def mean_by(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+def mean_by(result: Result, rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Mean of the rows' values per group, as `quality`."""
-    return _each(rows, by, lambda rows: bootstrap_mean(rows["value"], rows["content"]))
+    seed = seed_of(result)
+    return _each(rows, by, lambda r: bootstrap_mean(r["value"], r["content"], seed=seed))
 
 
 def _each(frame: pd.DataFrame, by: list[str], interval: Any) -> pd.DataFrame:

@@ -23,7 +23,7 @@ def draw(result: Result, *, classifier: str | None = None) -> go.Figure:
     rows = rows_of(result, "staleness", part=None, readout="reads_new")
     name = chosen("classifier", classifier, list(dict.fromkeys(rows["classifier"])))
     rows = rows[rows["classifier"] == name]
-    table = intervals(rows, ["site", "layer"], sort=False)
+    table = intervals(result, rows, ["site", "layer"], sort=False)
     table["layer"] = table["layer"].astype(int)
     fig = style.figure(
         "What the decision token holds to be true, by cache",

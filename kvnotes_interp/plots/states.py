@@ -37,7 +37,7 @@ def draw(result: Result, *, part: str | None = None, points: bool = True) -> go.
     if has(result, "random"):
         extra = rows_of(result, "random", part=None)
         rows = pd.concat([rows, extra[extra["part"].isin(set(rows["part"]))].assign(site="random")])
-    table = intervals(rows, ["part", "site"])
+    table = intervals(result, rows, ["part", "site"])
     parts = [p for p in PARTS if p in set(table["part"])]
     sites = [s for s in SITES if s in set(table["site"])]
     single = len(parts) == 1

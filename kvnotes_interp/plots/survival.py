@@ -28,7 +28,7 @@ def draw(result: Result, *, readout: str = "gap") -> go.Figure:
     rows = rows[~rows["compactor"].isin(compaction.REFERENCES)]
     kind = result.pairs.drop_duplicates("pair").set_index("pair")["kind"]
     rows = rows.assign(kind=rows["pair"].map(kind).astype(str), ratio=rows["ratio"].astype(float))
-    table = intervals(rows, ["kind", "compactor", "ratio"])
+    table = intervals(result, rows, ["kind", "compactor", "ratio"])
     kinds = [k for k in ("derived", "verbatim") if k in set(table["kind"])]
     fig = style.figure(
         f"What survives compaction: {READOUTS[readout].split(' (')[0].lower()}",

@@ -23,7 +23,7 @@ def draw(result: Result, *, part: str = "kv") -> go.Figure:
     rows = rows_of(result, "window", part=part)
     split = rows["site"].str.extract(r"^(?P<start>[^:]+):(?P<share>[\d.]+)%$")
     rows = rows.assign(start=split["start"], share=split["share"].astype(float)).dropna(subset=["share"])
-    table = intervals(rows, ["start", "share"])
+    table = intervals(result, rows, ["start", "share"])
     fig = style.figure(
         "Recovery when a window of downstream tokens is patched",
         about(result, rows),

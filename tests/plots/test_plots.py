@@ -7,7 +7,7 @@ import pytest
 
 from kvnotes_interp import plots
 from kvnotes_interp.errors import InputError
-from kvnotes_interp.plots import concentration, export, layer_map, style
+from kvnotes_interp.plots import export, layer_map, style
 from kvnotes_interp.plots.tokens import cells, label, visible
 from kvnotes_interp.probes.patching import VIEWS
 from kvnotes_interp.results import Result
@@ -111,18 +111,10 @@ def test_strip_wraps_and_outlines_the_field(result: Result) -> None:
     assert "·went" in texts
 
 
-def test_k50_is_interpolated_in_log_k() -> None:
-    table = pd.DataFrame({"k": [1, 4, 16], "mean": [0.0, 0.4, 0.8]})
-    assert concentration.reached(table, 0.2) == pytest.approx(2.0)
-    assert concentration.reached(table, 0.6) == pytest.approx(8.0)
-    assert concentration.reached(table, 0.0) == 1.0
-    assert concentration.reached(table, 0.9) is None
-
-
 def test_regions_compare_with_the_share_of_positions(result: Result) -> None:
     table = export.data_of(plots.draw(result, "regions")).set_index("site")
     assert table["share_of_positions"].sum() == pytest.approx(1.0)
-    assert table.loc["delimiter", "enrichment"] > 3 > table.loc["filler", "enrichment"]
+    assert table.loc["delimiter", "ratio"] > 3 > table.loc["filler", "ratio"]
 
 
 def test_recovery_scale_is_white_at_zero_and_even_on_both_sides() -> None:
