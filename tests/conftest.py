@@ -1,7 +1,11 @@
-"""Fixtures that several folders of tests share: the default model on real weights, and `kvprobe` called in process."""
+"""Fixtures that several folders of tests share: the default model on real weights, and `kvprobe` called in process.
+
+No test runs in the checkout, reads a run there, or writes to it; see `tests/elsewhere.py`.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import sys
@@ -13,6 +17,24 @@ from typing import Any
 import pytest
 
 import kvnotes_interp as kv
+from tests.elsewhere import Checkout
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    checkout = Checkout(ROOT)
+    config.pluginmanager.register(checkout, "checkout")
+    # A child process runs elsewhere, too, and imports from this checkout whatever is installed.
+    others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", str(ROOT))]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *others])
+    try:
+        from hypothesis import configuration, settings
+    except ImportError:
+        return
+    configuration.set_hypothesis_home_dir(checkout.base / "hypothesis")
+    settings.register_profile("elsewhere", database=None)
+    settings.load_profile("elsewhere")
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,7 @@ print(json.dumps({"seen": seen, "modules": sorted({name.partition(".")[0] for na
 
 def fresh(*commands: list[str]) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", FRESH, json.dumps(commands)], capture_output=True, text=True, check=True, cwd=ROOT
+        [sys.executable, "-c", FRESH, json.dumps(commands)], capture_output=True, text=True, check=True
     )
     return json.loads(done.stdout)
 
@@ -64,9 +64,7 @@ def test_help_is_quick() -> None:
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", "kvnotes_interp.cli", "--help"], check=True, capture_output=True, cwd=ROOT
-        )
+        subprocess.run([sys.executable, "-m", "kvnotes_interp.cli", "--help"], check=True, capture_output=True)
         times.append(time.perf_counter() - start)
     assert min(times) < 2.5  # under a second on a quiet machine
 
@@ -155,7 +153,6 @@ def test_json_is_alone_on_standard_output_of_a_fresh_process(smollm2: Any) -> No
         capture_output=True,
         text=True,
         check=False,
-        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,13 +28,14 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_recipes_name_runs_that_their_commands_make(kvprobe) -> None:
+def test_recipes_name_runs_that_their_commands_make(kvprobe: Callable[..., Any], tmp_path: Path) -> None:
+    runs = tmp_path / "runs"  # of nobody: a command would refuse a folder that is there
     recipes = figures.recipes()
     assert set(VIEWS) < set(recipes)
     for recipe in recipes.values():
         assert recipe.about
-        folder = recipe.folder(Path("runs"))
-        commands = recipe.how(Path("runs")).splitlines()
+        folder = recipe.folder(runs)
+        commands = recipe.how(runs).splitlines()
         folders = [folder / name for name in recipe.parts] or [folder]
         for line, target in zip(commands, folders, strict=True):
             command = shlex.split(line)

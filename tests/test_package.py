@@ -16,7 +16,7 @@ HEAVY = {"torch", "transformers", "pandas", "plotly", "sklearn", "pyarrow", "num
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

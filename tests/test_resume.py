@@ -27,9 +27,7 @@ def start(model: Path, out: Path, *more: str) -> subprocess.Popen[str]:
         *("--min-gap", "0", "--min-gap-noise", "0", *more),  # a random model changes its answer by little
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def kill_half_way(process: subprocess.Popen[str], folder: Path) -> int:

@@ -135,6 +135,5 @@ def test_importing_results_is_light() -> None:
     code = (
         "import sys, kvnotes_interp.results; print(sorted({'pandas', 'plotly', 'torch', 'pyarrow'} & set(sys.modules)))"
     )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

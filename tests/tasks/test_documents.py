@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -51,7 +52,11 @@ def test_another_process_with_another_hash_seed_draws_the_same() -> None:
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     out = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "77"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert out.stdout.strip() == str([q.key for t in NAMES for q in documents.load(t, n=6)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -82,7 +83,11 @@ def test_the_seed_decides_everything(name: str) -> None:
 def test_another_process_with_another_hash_seed_draws_the_same() -> None:
     code = "from kvnotes_interp import tasks; print([p.key for p in tasks.order_status(n=12, seed=5)])"
     out = subprocess.run(
-        [sys.executable, "-c", code], env={"PYTHONHASHSEED": "77"}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert out.stdout.strip() == str([p.key for p in tasks.order_status(n=12, seed=5)])
 

@@ -294,9 +294,8 @@ def test_sigkill(whole: Path, go: Callable[..., Trained], teacher: Path, tmp_pat
     """A real process, killed once it has written some lines."""
     out = tmp_path / "run"
     command = [sys.executable, "-c", CHILD, str(out), str(teacher)]
-    root = Path(__file__).parents[2]
     environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    with subprocess.Popen(command, cwd=root, env=environment, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as child:
         until = time.monotonic() + 120
         while child.poll() is None and len(log.read(out / "metrics.jsonl")) < 5:
             assert time.monotonic() < until
