@@ -8,11 +8,16 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PINS   := pyproject.toml constraints.txt
+# `pip install .` puts a copy of the package beside the checkout, and the copy would be run and tested in its place. Every
+# target that means the checkout puts the link to it back first.
+LINK   := $(BIN)/python -c 'import importlib.metadata as m, json, sys; \
+    about = json.loads(m.distribution("kvnotes-interp").read_text("direct_url.json") or "{}"); \
+    sys.exit(not about.get("dir_info", {}).get("editable"))' 2>/dev/null || $(INSTALL) --no-deps -e .
 
 # The demo: one derived family, whose conclusion sits in the notes, and one verbatim family, which is read from the field.
 DEMO_MODEL := smollm2-135m
 DEMO_TASKS := pronoun capital
-DEMO_N     := 32
+DEMO_N     ?= 32
 
 # Silences a warning about forks; the tokenizers here are fast enough without threads.
 export TOKENIZERS_PARALLELISM := false
@@ -41,6 +46,7 @@ $(VENV)/.dev: $(VENV)/.base
 	@touch $@
 
 demo: $(VENV)/.base
+	@$(LINK)
 	@for task in $(DEMO_TASKS); do \
 	    set -- patch --model $(DEMO_MODEL) --task $$task --n $(DEMO_N) --out runs/$$task; \
 	    if [ -e runs/$$task ]; then set -- "$$@" --resume; fi; \
@@ -49,6 +55,7 @@ demo: $(VENV)/.base
 
 # One process per core with one thread each: the models of the tests are too small to share a matrix product.
 test: $(VENV)/.dev
+	@$(LINK)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 check: $(VENV)/.dev
@@ -61,9 +68,11 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 figures: $(VENV)/.dev
+	@$(LINK)
 	$(BIN)/python -m figures $(ARGS)
 
 bench: $(VENV)/.dev
+	@$(LINK)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import tomllib
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -14,21 +13,13 @@ from typing import Any
 import pytest
 
 import kvnotes_interp as kv
+from tests.readme import blocks, commands
 from tests.test_cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "experiments").rglob("README.md"))]
 PAGES += [ROOT / "figures" / "README.md"]
 TEXT = PAGES[0].read_text(encoding="utf-8")
-
-
-def blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
-
-
-def commands(text: str) -> list[list[str]]:
-    lines = [line for block in blocks(text, "bash") for line in block.splitlines()]
-    return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
