@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import pandas as pd
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kvnotes_interp.errors import InputError, nearest
-from kvnotes_interp.files import replacing
+from kvnotes_interp.files import read_yaml, replacing
 from kvnotes_interp.results import manifest as manifests
 from kvnotes_interp.stats import bootstrap_ratio
 from kvnotes_interp.tasks import documents
@@ -61,7 +60,7 @@ class StudyFile(Strict):
             known = sorted(p.stem for p in folder.glob("*.yaml"))
             raise InputError(f'there is no study "{name}".{nearest(name, known)} Studies: {", ".join(known)}.')
         try:
-            return cls(**yaml.safe_load(path.read_text(encoding="utf-8")))
+            return cls.model_validate(read_yaml(path, "study", of=dict))
         except ValidationError as error:
             fault = error.errors()[0]
             raise InputError(f"{path}, {'.'.join(map(str, fault['loc']))}: {fault['msg']}") from None

@@ -12,13 +12,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kvnotes_interp.errors import InputError
-from kvnotes_interp.files import replacing
+from kvnotes_interp.files import entry, faults_of, parse_json, replacing
 from kvnotes_interp.rope import LayerRope, RopeGeometry
 
 if TYPE_CHECKING:
     from kvnotes_interp.cache import KVCache
 
 FORMAT = "kvcache/1"
+AGAIN = "Write the cache again."
 
 
 def write(cache: KVCache, path: Path) -> Path:
@@ -39,16 +40,20 @@ def read(path: Path, *, device: torch.device | str = "cpu") -> KVCache:
     about, tensors, rope = load(path, FORMAT, device=device)
     indices = range(len(rope.layers))
     bias = tuple(tensors.get(f"bias.{i}") for i in indices)
-    return KVCache(
-        keys=tuple(tensors[f"keys.{i}"] for i in indices),
-        values=tuple(tensors[f"values.{i}"] for i in indices),
-        token_ids=tensors["token_ids"],
-        positions=tensors["positions"].cpu(),
-        rope=rope,
-        model_id=about["model_id"],
-        bias=bias if any(b is not None for b in bias) else None,
-        end=about["end"],
-    )
+    with faults_of(str(path), AGAIN):
+        for name in ("token_ids", "positions"):
+            if tensors[name].dtype.is_floating_point:
+                raise TypeError(f"{name} holds {tensors[name].dtype}, not whole numbers")
+        return KVCache(
+            keys=tuple(tensors[f"keys.{i}"] for i in indices),
+            values=tuple(tensors[f"values.{i}"] for i in indices),
+            token_ids=tensors["token_ids"],
+            positions=tensors["positions"].cpu(),
+            rope=rope,
+            model_id=about["model_id"],
+            bias=bias if any(b is not None for b in bias) else None,
+            end=about["end"],
+        )
 
 
 def save(path: Path, kind: str, tensors: dict[str, Tensor], rope: RopeGeometry, *, model_id: str, end: int) -> Path:
@@ -76,14 +81,18 @@ def load(
         raise InputError(f"no cache file at {path}.")
     try:
         with safe_open(path, "pt", device=str(device)) as file:
-            about = json.loads((file.metadata() or {}).get("kvnotes", "{}"))
+            about = parse_json((file.metadata() or {}).get("kvnotes", "{}"), f"the description in {path}", of=dict)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise InputError(f"{path} is not a safetensors file: {error}") from error
     if about.get("format") != kind:
         raise InputError(f"{path} holds no KV cache of format {kind!r} (found {about.get('format')!r}).")
-    freqs = [tensors.get(f"inv_freq.{i}") for i in range(about["n_layers"])]
+    for name, of in (("n_layers", int), ("interleaved", list), ("model_id", str), ("end", int)):
+        entry(about, name, of, f"the description in {path}", AGAIN)
+    if len(about["interleaved"]) != about["n_layers"]:
+        raise InputError(f"{path}: {about['n_layers']} layers, interleaved has {len(about['interleaved'])}. {AGAIN}")
     layers = tuple(
-        LayerRope(None if f is None else f.cpu(), turned) for f, turned in zip(freqs, about["interleaved"], strict=True)
+        LayerRope(None if (f := tensors.get(f"inv_freq.{i}")) is None else f.cpu(), bool(turned))
+        for i, turned in enumerate(about["interleaved"])
     )
     return about, tensors, RopeGeometry(layers)

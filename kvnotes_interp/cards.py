@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.files import read_yaml
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -149,9 +149,7 @@ def read(path: str | Path) -> Card:
     if not path.is_file():
         raise InputError(f"there is no card {path}.{nearest(path.name, [p.name for p in folder(path.parent)])}")
     try:
-        card = Card.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid YAML: {error}") from error
+        card = Card.model_validate(read_yaml(path, "card", of=dict))
     except ValidationError as error:
         raise InputError(f"{path}: {_first(error)}.") from error
     from kvnotes_interp import tasks

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvnotes_interp import cachefile
 from kvnotes_interp.compact import CompactCache
+from kvnotes_interp.files import faults_of
 
 FORMAT = "compactcache/1"
 
@@ -31,13 +32,14 @@ def read(path: Path, *, device: torch.device | str = "cpu") -> CompactCache:
     about, tensors, rope = cachefile.load(path, FORMAT, device=device)
     indices = range(len(rope.layers))
     bias = tuple(tensors.get(f"bias.{i}") for i in indices)
-    return CompactCache(
-        keys=tuple(tensors[f"keys.{i}"] for i in indices),
-        values=tuple(tensors[f"values.{i}"] for i in indices),
-        positions=tuple(tensors[f"positions.{i}"].cpu() for i in indices),
-        sources=tuple(tensors[f"sources.{i}"].cpu() for i in indices),
-        rope=rope,
-        model_id=about["model_id"],
-        end=about["end"],
-        bias=bias if any(b is not None for b in bias) else None,
-    )
+    with faults_of(str(path), cachefile.AGAIN):
+        return CompactCache(
+            keys=tuple(tensors[f"keys.{i}"] for i in indices),
+            values=tuple(tensors[f"values.{i}"] for i in indices),
+            positions=tuple(tensors[f"positions.{i}"].cpu() for i in indices),
+            sources=tuple(tensors[f"sources.{i}"].cpu() for i in indices),
+            rope=rope,
+            model_id=about["model_id"],
+            end=about["end"],
+            bias=bias if any(b is not None for b in bias) else None,
+        )

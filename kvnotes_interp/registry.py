@@ -11,10 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-import yaml
-
 from kvnotes_interp import organisms
 from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.files import read_yaml
 
 Kind = Literal["hub", "wheel", "gguf", "folder", "live", "organism"]
 
@@ -99,7 +98,7 @@ class Plan:
 
 
 def _registry() -> tuple[str, Mapping[str, Alias]]:
-    raw = yaml.safe_load((resources.files("kvnotes_interp") / "models.yaml").read_text(encoding="utf-8"))
+    raw = read_yaml(resources.files("kvnotes_interp") / "models.yaml", "model registry", of=dict)
     found = {}
     for name, entry in raw["models"].items():
         wheel = Wheel(**entry["wheel"]) if "wheel" in entry else None

@@ -42,6 +42,7 @@ from kvnotes_interp.files import replacing
 from kvnotes_interp.model import Model
 from kvnotes_interp.stats import bootstrap_mean, wilson
 from kvnotes_interp.tasks import EncodedPair, encode_all
+from kvnotes_interp.tasks.family import neutral_lines
 
 METHODS = ("field_only", "full_downstream", "erratum", "erratum_plain", "lora", "rome")
 BATTERY = ("capital", "pronoun", "sentiment", "language", "copy", "rule", "badge", "gate")
@@ -186,8 +187,7 @@ def neutral(model: Model, name: str = "neutral_rules.txt") -> list[tuple[int, ..
     """The packaged neutral lines as token ids, eight lines to a text."""
     from importlib import resources
 
-    file = resources.files("kvnotes_interp.tasks") / "families" / name
-    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    lines = neutral_lines(resources.files("kvnotes_interp.tasks") / "families" / name)
     texts = [" ".join(lines[i : i + 8]) for i in range(0, len(lines), 8)]
     return [tuple(model.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 

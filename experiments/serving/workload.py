@@ -18,6 +18,7 @@ from random import Random
 from typing import Literal, get_args
 
 from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.tasks.family import neutral_lines
 
 Arm = Literal["in_place", "erratum", "hoist", "stale"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
@@ -115,8 +116,7 @@ def arrivals(n: int, rate: float, *, seed: int = 0) -> list[float]:
 
 
 def _rules() -> list[str]:
-    file = resources.files("kvnotes_interp.tasks") / "families" / "neutral_rules.txt"
-    return [line for line in file.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    return neutral_lines(resources.files("kvnotes_interp.tasks") / "families" / "neutral_rules.txt")
 
 
 def _order(seed: int, number: int) -> str:

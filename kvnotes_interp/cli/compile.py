@@ -11,6 +11,7 @@ from kvnotes_interp.cli import options as opt
 from kvnotes_interp.cli.app import app
 from kvnotes_interp.cli.printing import print_json, print_table, say, stoppable
 from kvnotes_interp.errors import InputError
+from kvnotes_interp.files import read_text
 
 
 @app.command("compile")
@@ -80,10 +81,9 @@ def _of_files(files: list[Path]) -> dict[str, str]:
     for path in files:
         if not path.is_file():
             raise InputError(f"there is no file {path}.")
-        try:
-            found[str(path)] = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path} is no UTF-8 text ({error.reason} at byte {error.start}).") from error
+        if str(path) in found:
+            raise InputError(f"{path} is given twice: name every document once.")
+        found[str(path)] = read_text(path, "document")
         if not found[str(path)]:
             raise InputError(f"{path} is empty: a document needs at least one token.")
     return found

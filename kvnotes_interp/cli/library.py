@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -214,9 +213,9 @@ def show(
 ) -> None:
     """Show the table of a finished run, and write its figures again."""
     from kvnotes_interp.results import Result
+    from kvnotes_interp.results import manifest as manifests
 
-    about = folder / "manifest.json"
-    if about.is_file() and json.loads(about.read_text(encoding="utf-8")).get("probe") == "train":
+    if manifests.read(folder)["probe"] == "train":
         from kvnotes_interp.training import Trained
 
         emit(Trained.load(folder), as_json)

@@ -24,7 +24,7 @@ from kvnotes_interp import engine
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.downloads import sha256
 from kvnotes_interp.errors import InputError
-from kvnotes_interp.files import replacing
+from kvnotes_interp.files import check_text, entry, read_json, replacing
 from kvnotes_interp.operators.writer import Writer
 
 if TYPE_CHECKING:
@@ -111,9 +111,11 @@ class Skill:
         beside = _beside(path)
         if not beside.is_file():
             raise InputError(f"{beside} is missing: {path.name} was not written to its end. Compile the text again.")
-        about = json.loads(beside.read_text(encoding="utf-8"))
+        about = read_json(beside, "description of a skill", of=dict)
         if about.get("format") != FORMAT:
             raise InputError(f"{beside} describes no skill of format {FORMAT!r} (found {about.get('format')!r}).")
+        for name in ("text", "text_sha256", "cache_sha256", "tokenizer", "revision"):
+            entry(about, name, str, str(beside), "Compile the text again.")
         if not path.is_file() or sha256(path) != about["cache_sha256"]:
             raise InputError(f"{path} is not the cache that {beside.name} describes (sha256). Compile the text again.")
         cache, writer = KVCache.load(path, device=model.device), about.get("writer", "")
@@ -130,6 +132,7 @@ def precompile_skill(model: Model, text: str, *, writer: Writer | None = None) -
     Raises InputError for an empty text, a model without a tokenizer, or another model's Writer.
     """
     fingerprint = tokenizer_fingerprint(model.tokenizer)
+    check_text(text, "the skill's text")
     ids = [int(i) for i in model.tokenizer(text, add_special_tokens=False)["input_ids"]]
     if not ids:
         raise InputError(f"the skill's text {text!r} has no tokens.")
@@ -155,6 +158,7 @@ class SkillStore:
 
     def path(self, text: str) -> Path:
         """Where the skill of this text is kept: the name is a hash of the text and of all that decides its cache."""
+        check_text(text, "the skill's text")
         name = hashlib.sha256(f"{self._made_by}|{text}".encode()).hexdigest()[:32]
         return self.folder / f"{name}.safetensors"
 

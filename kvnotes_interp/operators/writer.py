@@ -38,7 +38,7 @@ from kvnotes_interp import compat
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.downloads import sha256
 from kvnotes_interp.errors import InputError, UnsupportedError, nearest
-from kvnotes_interp.files import replacing
+from kvnotes_interp.files import entry, faults_of, read_json, replacing
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -211,7 +211,7 @@ class Writer:
         bare.check(model)
         peft, packet = None, {}
         if kind != "packet":
-            with _without_noise():
+            with _without_noise(), faults_of(f"the adapter in {folder}", "Train it again."):
                 peft = _peft().PeftModel.from_pretrained(
                     _twin(model), str(folder / "adapter"), is_trainable=True, torch_device=str(model.device)
                 )
@@ -221,7 +221,8 @@ class Writer:
                 packet = load_file(folder / _PACKET, device=str(model.device))
             except SafetensorError as error:
                 raise InputError(f"{folder / _PACKET} is not a safetensors file: {error}") from error
-        header, trailer = (nn.Parameter(packet[name]) if packet else None for name in ("header", "trailer"))
+        with faults_of(str(folder / _PACKET), "Train it again."):
+            header, trailer = (nn.Parameter(packet[name]) if packet else None for name in ("header", "trailer"))
         return cls(kind, peft, header, trailer, bare.model_id, bare.source, bare.settings)
 
 
@@ -235,9 +236,11 @@ def find_about(folder: str | Path) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     """What `writer.json` says. Raises InputError when it describes something else."""
-    about = json.loads(path.read_text(encoding="utf-8"))
+    about = read_json(path, "description of a Writer", of=dict)
     if about.get("format") != FORMAT:
         raise InputError(f"{path} describes no Writer of format {FORMAT!r} (found {about.get('format')!r}).")
+    for name, kind in (("kind", str), ("model_id", str), ("source", dict), ("settings", dict), ("sha256", dict)):
+        entry(about, name, kind, str(path), "Train it again.")
     return about
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kvnotes_interp.errors import InputError, nearest
-from kvnotes_interp.files import replacing
+from kvnotes_interp.files import entry, read_json, replacing
 
 SCHEMA = 1
 PACKAGES = (
@@ -218,16 +218,23 @@ def read(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         found = ", ".join(sorted(p.name for p in folder.iterdir())[:5]) or "nothing"
         raise InputError(f"{folder} is not a run folder: it holds {found}, and no manifest.json.")
+    again = "Move the folder away and run again."
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is not valid JSON ({error}); move the folder away and run again.") from error
-    if not isinstance(manifest, dict) or "schema" not in manifest:
-        raise InputError(f"{path} is not the manifest of a run: it has no key 'schema'.")
+        manifest = read_json(path, "manifest", of=dict)
+    except InputError as error:
+        raise InputError(f"{error} {again}") from error
+    if "schema" not in manifest:
+        raise InputError(f"{path} is not the manifest of a run: it has no key 'schema'. {again}")
     if manifest["schema"] != SCHEMA:
+        versions = manifest.get("versions")
         raise InputError(
             f"{path} has schema {manifest['schema']} and this version reads {SCHEMA}; "
             "install the version of kvnotes-interp that wrote it "
-            f"({(manifest.get('versions') or {}).get('kvnotes_interp', 'unknown')})."
+            f"({versions.get('kvnotes_interp', 'unknown') if isinstance(versions, dict) else 'unknown'})."
         )
+    for name, kind in (("probe", str), ("status", str), ("request", dict)):
+        entry(manifest, name, kind, f'manifest "{path}"', again)
+    for name, kind in (("files", dict), ("resumed", list)):
+        if name in manifest:
+            entry(manifest, name, kind, f'manifest "{path}"', again)
     return manifest

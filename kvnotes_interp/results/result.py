@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvnotes_interp.errors import InputError
+from kvnotes_interp.files import entry, read_json
 from kvnotes_interp.results import manifest as manifests
 from kvnotes_interp.results import tables
 from kvnotes_interp.results.summary import Summary, render
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from plotly.graph_objects import Figure
     from rich.console import RenderableType
+
+_FILES = ("table.parquet", "pairs.parquet", "summary.json")  # of a finished run, beside its manifest
 
 
 @dataclass(frozen=True, repr=False)
@@ -107,18 +109,19 @@ class Result:
                 f"with {parts} finished parts. Run the same call or command again with resume=True (--resume) to "
                 "finish it."
             )
-        for name, digest in (manifest.get("files") or {}).items():
+        listed = entry(manifest, "files", dict, f'manifest "{path / "manifest.json"}"', "Copy the whole folder again.")
+        for name, digest in {**dict.fromkeys(_FILES), **listed}.items():
             file = path / name
             if not file.is_file():
                 raise InputError(f"{path} lacks {name}, which its manifest lists; copy the whole folder again.")
-            if manifests.sha256_file(file) != digest:
+            if digest is None or manifests.sha256_file(file) != digest:
                 raise InputError(f"{file} is not the file that the run wrote (sha256 differs); copy it again.")
         return cls(
             probe=manifest["probe"],
-            frame=tables.to_pandas(tables.read(path / "table.parquet")),
-            pairs=tables.to_pandas(tables.read(path / "pairs.parquet")),
+            frame=tables.to_pandas(tables.read(path / "table.parquet", tables.FRAME_COLUMNS)),
+            pairs=tables.to_pandas(tables.read(path / "pairs.parquet", tables.PAIR_COLUMNS)),
             manifest=manifest,
-            _summary=Summary.from_dict(json.loads((path / "summary.json").read_text(encoding="utf-8"))),
+            _summary=Summary.from_dict(read_json(about := path / "summary.json", "summary", of=dict), str(about)),
         )
 
     def __rich__(self) -> RenderableType:
@@ -148,13 +151,12 @@ def write_folder(result: Result, path: Path, *, figures: bool, static: Sequence[
         drawn = {kind: result.plot(kind) for kind in result.plots()}
         written = export.write_all(drawn, path / "figures", static=static)
         skipped = dict(written.skipped)
-    names = ("table.parquet", "pairs.parquet", "summary.json")
     manifest = {
         **result.manifest,
         "schema": manifests.SCHEMA,
         "probe": result.probe,
         "status": "complete",
-        "files": {name: manifests.sha256_file(path / name) for name in names},
+        "files": {name: manifests.sha256_file(path / name) for name in _FILES},
     }
     if skipped:
         manifest["figures_skipped"] = skipped

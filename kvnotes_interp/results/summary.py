@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvnotes_interp.errors import InputError
+from kvnotes_interp.files import faults_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -100,8 +101,13 @@ class Summary:
         return out
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Summary:
-        """Undo `to_dict`."""
+    def from_dict(cls, data: Mapping[str, Any], where: str = "the summary") -> Summary:
+        """Undo `to_dict`. Raises InputError that names `where` for anything else."""
+        with faults_of(where, "Copy the run's folder again."):
+            return cls._from_dict(data)
+
+    @classmethod
+    def _from_dict(cls, data: Mapping[str, Any]) -> Summary:
         rows = [{"quantity": key, **value} for key, value in data.items() if key not in RESERVED]
         controls = [
             Control(
@@ -116,8 +122,11 @@ class Summary:
         ]
         for row in rows:
             row.update({key: _float(row.get(key)) for key in ("mean", "low", "high")})
-        counts = {key: data.get(key) for key in ("n_tried", "n_competent", "set_aside")}
-        return cls.of(data.get("title", ""), rows, counts=counts, controls=controls, notes=data.get("notes") or ())
+            row.update({key: _count(row.get(key)) for key in ("n", "n_effective")})
+        counts: dict[str, Any] = {key: _count(data.get(key)) for key in ("n_tried", "n_competent")}
+        counts["set_aside"] = {str(key): int(value) for key, value in (data.get("set_aside") or {}).items()}
+        notes = [str(note) for note in data.get("notes") or ()]
+        return cls.of(str(data.get("title", "")), rows, counts=counts, controls=controls, notes=notes)
 
     def counts_line(self) -> str:
         """`17 of 32 pairs competent; set aside: no flip 12, small gap 3`."""

@@ -6,7 +6,7 @@ its files holds exactly the values of one that was not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -160,9 +160,27 @@ def write(table: pa.Table, path: Path) -> None:
         )
 
 
-def read(path: Path) -> pa.Table:
-    """Read what `write` wrote."""
+def read(path: Path, columns: Mapping[str, str] | None = None) -> pa.Table:
+    """Read what `write` wrote, with these fixed columns among its own.
+
+    Raises InputError for a file that is missing, is no parquet, or lacks a column or holds another type in it.
+    """
+    table = read_parquet(path)
+    for name, kind in (columns or {}).items():
+        found = table.schema.field(name).type if name in table.column_names else None
+        if found != _arrow_type(kind):
+            has = f"holds {found}" if found else "is missing"
+            raise InputError(f"{path}: the column {name!r} {has}, which should be {kind}. Copy the run's folder again.")
+    return table
+
+
+def read_parquet(path: Path) -> pa.Table:
+    """Any parquet file. Raises InputError for one that is missing or broken."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # One file, not a dataset: folder names such as "part=kv" must not turn into columns.
-    return pq.ParquetFile(path).read()
+    try:
+        # One file, not a dataset: folder names such as "part=kv" must not turn into columns.
+        return pq.ParquetFile(path).read()
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise InputError(f"{path} is not a parquet file that can be read ({error}). Copy or write it again.") from error

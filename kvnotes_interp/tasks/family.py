@@ -38,10 +38,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError, model_validator
 
 from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.files import read_json, read_text, read_yaml
 from kvnotes_interp.tasks.pair import WRITABLE_REGIONS
 
 SLOT = re.compile(r"\{([A-Za-z_][\w.]*)\}")
@@ -195,7 +195,7 @@ def find(name_or_path: str | Path) -> FamilyFile:
             raise InputError(f'Family file "{path}" must end in {", ".join(FILE_TYPES)}.')
         if not path.is_file():
             raise InputError(f'There is no family file "{path}". Packaged families: {", ".join(packaged())}.')
-        return _parse(path.stem, str(path), path.read_text(encoding="utf-8"), path.parent)
+        return _parse(path, path.parent)
     if text not in packaged():
         raise InputError(
             f'There is no task family "{text}".{nearest(text, packaged())} Families: {", ".join(packaged())}; '
@@ -207,20 +207,16 @@ def find(name_or_path: str | Path) -> FamilyFile:
 @lru_cache(maxsize=64)
 def _packaged_file(name: str) -> FamilyFile:
     file = _folder() / f"{name}.yaml"
-    return _parse(name, file.name, file.read_text(encoding="utf-8"), _folder())
+    return _parse(file, _folder())
 
 
 def _folder() -> Any:
     return resources.files("kvnotes_interp.tasks") / "families"
 
 
-def _parse(name: str, shown: str, text: str, folder: Any) -> FamilyFile:
-    try:
-        data = json.loads(text) if shown.endswith(".json") else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise InputError(f'Family file "{shown}" cannot be parsed: {error}') from error
-    if not isinstance(data, dict):
-        raise InputError(f'Family file "{shown}" must be a mapping with kind, about, source, content, prompt, values.')
+def _parse(file: Any, folder: Any) -> FamilyFile:
+    shown, name = str(file), file.name.rpartition(".")[0]
+    data = (read_json if shown.endswith(".json") else read_yaml)(file, "Family file", of=dict)
     try:
         spec = Family.model_validate(data)
     except ValidationError as error:
@@ -238,14 +234,19 @@ def _filler_lines(spec: Family, shown: str, folder: Any) -> tuple[str, ...]:
                 f'Family file "{shown}", fillers.lines: there is no file "{lines}" beside it. Give the name of a text '
                 "file in the same folder, one line each, or write the lines as a list."
             )
-        text = (folder / lines).read_text(encoding="utf-8")
-        lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]
+        lines = neutral_lines(folder / lines)
     if len(set(lines)) < max(len(lines), spec.fillers.count):
         raise InputError(
             f'Family file "{shown}", fillers: count is {spec.fillers.count}, but there are {len(set(lines))} distinct '
             f"lines of {len(lines)}. Add or replace lines, or lower the count."
         )
     return tuple(lines)
+
+
+def neutral_lines(file: Any) -> list[str]:
+    """The lines of a text file, without blank ones and those that begin with #. Raises InputError as `read_text`."""
+    lines = read_text(file, "filler file").split("\n")
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
 def _explain(shown: str, error: ValidationError) -> str:

@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
+
+from kvnotes_interp.errors import InputError
+from kvnotes_interp.files import entry, faults_of, read_json
 
 _PART = ".part"
 
@@ -52,22 +56,35 @@ def latest(folder: Path) -> Path | None:
 
 
 def restore(path: Path, parameters: Mapping[str, Parameter], optimizer: AdamW) -> tuple[dict[str, Tensor], dict]:
-    """(parameters by name, state) of a checkpoint; AdamW and the random generators are put back here."""
-    tensors = load_file(path / "state.safetensors", device="cpu")
+    """(parameters by name, state) of a checkpoint; AdamW and the random generators are put back here.
+
+    Raises InputError that names the checkpoint when a file of it is missing or is not what `save` wrote.
+    """
+    again = f"Remove {path} to go on from the run's beginning."
+    state = read_json(path / "state.json", "checkpoint", of=dict)
+    entry(state, "step", int, f'checkpoint "{path / "state.json"}"', again)
     values: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        kind, _, rest = name.partition(".")
-        if kind == "parameter":
-            values[rest] = tensor
-        elif kind == "adamw":
-            key, _, rest = rest.partition(".")
-            parameter = parameters[rest]
-            # AdamW counts its steps on the CPU, whatever device the parameter is on.
-            optimizer.state[parameter][key] = tensor if key == "step" else tensor.to(parameter.device)
-    torch.set_rng_state(tensors["rng.cpu"])
-    if (device := _cuda(parameters)) is not None and "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
-    return values, json.loads((path / "state.json").read_text(encoding="utf-8"))
+    try:
+        tensors = load_file(path / "state.safetensors", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path / 'state.safetensors'} is not a safetensors file: {error}. {again}") from error
+    with faults_of(f'checkpoint "{path}"', again):
+        for name, tensor in tensors.items():
+            kind, _, rest = name.partition(".")
+            if kind == "parameter":
+                values[rest] = tensor
+            elif kind == "adamw":
+                key, _, rest = rest.partition(".")
+                parameter = parameters[rest]
+                # AdamW counts its steps on the CPU, whatever device the parameter is on.
+                optimizer.state[parameter][key] = tensor if key == "step" else tensor.to(parameter.device)
+        for name, parameter in parameters.items():
+            if values[name].shape != parameter.shape:
+                raise ValueError(f"{name} is {tuple(values[name].shape)}, the method's {tuple(parameter.shape)}")
+        torch.set_rng_state(tensors["rng.cpu"])
+        if (device := _cuda(parameters)) is not None and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+    return values, state
 
 
 def _cuda(parameters: Mapping[str, Parameter]) -> torch.device | None:

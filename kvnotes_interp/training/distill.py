@@ -26,8 +26,10 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
+from kvnotes_interp import fingerprint
 from kvnotes_interp.errors import InputError, KVNotesError
-from kvnotes_interp.probes.items import fingerprint
+from kvnotes_interp.files import entry
+from kvnotes_interp.probes.request import request_of
 from kvnotes_interp.results import manifest as manifests
 from kvnotes_interp.results.run import Run
 from kvnotes_interp.tasks.documents.question import Question
@@ -84,15 +86,11 @@ def distill(
     train, validation = examples_of(model, train_questions), examples_of(model, validation_questions)
     initial = {name: parameter.detach().clone() for name, parameter in method.parameters().items()}
     request = {
-        "probe": "train",
+        **request_of("train", model, [*train_questions, *validation_questions], {}),
         "method": {"name": method.name, **method.describe(), "initial_sha256": _sha256(initial)},
-        "model": model.source.to_dict(),
-        "model_id": model.model_id,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
         "settings": settings.model_dump(),
-        "train": _about(train_questions),
-        "validation": _about(validation_questions),
+        "train": _about(train_questions, train),
+        "validation": _about(validation_questions, validation),
     }
     folder = Path(out)
     devices = [model.device] if model.device.type == "cuda" else []
@@ -160,7 +158,11 @@ class _Loop:
         if found is not None:
             values, state = checkpoint.restore(found, parameters, optimizer)
             self.method.load_state(values)
-            self.step, self.best, self.worse = state["step"], state["best"], state["worse"]
+            where = f'checkpoint "{found}"'
+            self.step, self.worse = (entry(state, name, int, where) for name in ("step", "worse"))
+            self.best = entry(state, "best", dict, where)
+            for name, kind in (("step", int), ("kl", (float, int))):
+                entry(self.best, name, kind, f"{where}, best")
             self._save_if_best()
         log = MetricsLog(self.folder / METRICS, step=self.step if found is not None else -1)
         cuda = self.model.device.type == "cuda"
@@ -270,8 +272,9 @@ class _Loop:
         part.rename(self.folder / name)
 
 
-def _about(questions: Sequence[Question]) -> dict[str, Any]:
-    return {"n": len(questions), "tasks": sorted({q.family for q in questions}), "sha256": fingerprint(questions)}
+def _about(questions: Sequence[Question], examples: Sequence[Example]) -> dict[str, Any]:
+    whole = fingerprint.of([list(questions), list(examples)])
+    return {"n": len(questions), "tasks": sorted({q.family for q in questions}), "questions_and_token_ids": whole}
 
 
 def _sha256(tensors: Mapping[str, Tensor]) -> str:

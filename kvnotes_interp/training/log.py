@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kvnotes_interp.files import replacing
+from kvnotes_interp.files import entry, read_json_lines, replacing
 from kvnotes_interp.results.manifest import json_safe
 
 
@@ -35,11 +35,14 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole lines; what a kill tore off at the end is left out."""
+    """All whole lines; what a kill tore off at the end is left out. Raises InputError for a line that is not one."""
     if not path.is_file():
         return []
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    lines = read_json_lines(path, "metrics", of=dict, torn=True)
+    for number, line in enumerate(lines, 1):
+        for name, kind in (("kind", str), ("step", int)):
+            entry(line, name, kind, f'metrics "{path}", line {number}')
+    return lines
 
 
 def _line(line: dict[str, Any]) -> str:

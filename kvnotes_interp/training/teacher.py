@@ -107,7 +107,7 @@ def _target(model: Model, example: Example, max_new_tokens: int, top: int | None
     rows: list[Tensor] = []
     while len(answer) < max_new_tokens:
         cache, hidden = engine.extend(model, cache, ids)
-        rows.append(compat.unembed(model.hf, hidden[0, -1]).cpu())
+        rows.append(engine.logits_of(model, hidden[0, -1], cache=cache).cpu())
         ids = [int(rows[-1].argmax())]
         answer += ids
         if ids[0] in model.stop_ids or any(stop in model.tokenizer.decode(answer) for stop in example.stops):
@@ -139,7 +139,7 @@ def _read(path: Path) -> list[Target]:
         found = load_file(path)
         lengths = found["lengths"].tolist()
         split = {name: found[name].split(lengths) for name in ("answers", "log_probs", "log_rest")}
-    except (SafetensorError, KeyError, OSError) as error:
+    except (SafetensorError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"{path} holds no teacher targets ({error}); delete it and they are computed again.") from None
     ids = found["ids"].long().split(lengths) if "ids" in found else [None] * len(lengths)
     return [

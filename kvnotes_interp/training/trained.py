@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvnotes_interp.errors import InputError
+from kvnotes_interp.files import faults_of
 from kvnotes_interp.results import manifest as manifests
 from kvnotes_interp.training import log
 
@@ -48,13 +49,13 @@ class Trained:
                 f"{folder} holds no finished training: probe {manifest.get('probe')!r}, status "
                 f"{manifest.get('status')!r}. Go on with it by distill(..., resume=True) or kvprobe train --resume."
             )
-        found = manifest["trained"]
-        lines = {line["step"]: line for line in log.read(folder / METRICS) if line["kind"] == "validation"}
-        at = [_scores(lines[step]) for step in (0, found["best_step"], found["steps"])]
-        request = manifest["request"]
-        return cls(
-            folder, request["method"]["name"], request["model"]["name"], **found, **dict(zip(_WHEN, at, strict=True))
-        )
+        with faults_of(f"the manifest or {METRICS} of {folder}", "Copy the whole folder again."):
+            found = manifest["trained"]
+            lines = {line["step"]: line for line in log.read(folder / METRICS) if line["kind"] == "validation"}
+            at = [_scores(lines[step]) for step in (0, found["best_step"], found["steps"])]
+            request = manifest["request"]
+            names = str(request["method"]["name"]), str(request["model"]["name"])
+            return cls(folder, *names, **found, **dict(zip(_WHEN, at, strict=True)))
 
     def metrics(self) -> pd.DataFrame:
         """metrics.jsonl as a table; `kind` is "train" or "validation"."""
@@ -108,4 +109,4 @@ _WHEN = ("before", "best", "last")
 
 
 def _scores(line: dict[str, Any]) -> dict[str, float]:
-    return {name: line[name] for name in ("kl", "token_f1", "exact_match", "first_token")}
+    return {name: float(line[name]) for name in ("kl", "token_f1", "exact_match", "first_token")}

@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from kvnotes_interp.downloads import sha256
 from kvnotes_interp.errors import InputError
-from kvnotes_interp.files import replacing
+from kvnotes_interp.files import entry, read_json, replacing
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -113,9 +113,11 @@ class TrainedFolder:
     def read_about(self, folder: str | Path) -> dict[str, Any]:
         """What the description says. Raises InputError when there is none or it describes something else."""
         path = self.find(folder)
-        about = json.loads(path.read_text(encoding="utf-8"))
+        about = read_json(path, f"description of a {self.title}", of=dict)
         if about.get("format") != self.format:
             raise InputError(f"{path} describes no {self.title} of format {self.format!r} ({about.get('format')!r}).")
+        for name, kind in (("model_id", str), ("source", dict), ("settings", dict), ("sha256", dict)):
+            entry(about, name, kind, str(path), "Train it again.")
         return about
 
     def read_tensors(self, folder: str | Path) -> dict[str, Tensor]:
@@ -124,7 +126,7 @@ class TrainedFolder:
         path = folder / self.tensors
         if not path.is_file():
             raise InputError(f"{path} is missing: the {self.title} in {folder} is not whole. Train it again.")
-        if sha256(path) != about["sha256"][self.tensors]:
+        if sha256(path) != about["sha256"].get(self.tensors):
             raise InputError(f"{path} is not the file that {self.about} describes (sha256). Train it again.")
         try:
             return load_file(path)

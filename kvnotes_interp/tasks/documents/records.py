@@ -6,7 +6,6 @@ A task brings its records into one form, `Record`; the rest is the same for all 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +14,7 @@ from random import Random
 from typing import Any
 
 from kvnotes_interp.errors import InputError
+from kvnotes_interp.files import read_json, read_json_lines
 from kvnotes_interp.tasks.documents.question import SPLITS, Detail, Question, draw, make_key, whole_number
 from kvnotes_interp.tasks.pair import Split
 
@@ -136,18 +136,20 @@ def read_rows(family: str, file: str | Path) -> list[dict[str, Any]]:
     path = Path(file)
     if not path.is_file():
         raise InputError(f'Task "{family}": there is no file {path}.')
+    what = f"{family} file"
     if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
+        from kvnotes_interp.results.tables import read_parquet
 
-        return pq.ParquetFile(path).read().to_pylist()
-    text = path.read_text(encoding="utf-8")
+        return read_parquet(path).to_pylist()
     try:
-        lines = path.suffix == ".jsonl"
-        rows = [json.loads(line) for line in text.splitlines() if line.strip()] if lines else json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not {path.suffix.lstrip('.') or 'JSON'}: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{path} must hold a list of objects, one per question.")
+        rows = read_json_lines(path, what, of=dict) if path.suffix == ".jsonl" else read_json(path, what, of=list)
+    except InputError as error:
+        form = path.suffix.lstrip(".") or "JSON"
+        raise InputError(
+            f"{path} is not {form} that can be read; it must hold a list of objects, one each: {error}"
+        ) from error
+    if wrong := [number for number, row in enumerate(rows) if not isinstance(row, dict)]:
+        raise InputError(f"{path}, row {wrong[0]}: a {family} file must hold a list of objects, one per question.")
     return rows
 
 
@@ -168,7 +170,7 @@ def records_of(
             )
         try:
             record = read(row)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise InputError(f"{file}, row {number}: not in the form of {family} ({error!r}).") from error
         if record is not None:
             out.append(record)
