@@ -232,7 +232,7 @@ def test_a_run_does_not_go_on_with_another_writer(
     splice_quality(qa, questions, **options)
     splice_quality(qa, questions, **options, resume=True)
     stirred(qa, "packet", seed=9).save(tmp_path / "w")
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=r"asked for something else: request\.options\.adapters\.packet@"):
         splice_quality(qa, questions, **options, resume=True)
 
 
