@@ -12,11 +12,13 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from kvnotes_interp.errors import InputError
-from kvnotes_interp.tasks.encode import EncodedPair
+from kvnotes_interp.files import check_text
+from kvnotes_interp.tasks.encode import PART, EncodedPair, texts_of
 
 Cut = Literal["sentences", "documents"]
 
-_CLOSERS = "\"'”’»)]}"
+_CLOSERS = "\"'”’»)]}）］｝」』】》〉〕"
+_STOPS = (".", "!", "?", "。", "．", "！", "？", "｡")
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class CutText:
     Attributes:
         blocks: the token ids.
         answer: ids of the answer as it follows the prompt; empty when none was given.
-        tokens: decoded tokens of the prompt, for display.
+        tokens: the text of each token of the prompt, see `tasks.encode.texts_of`.
         straddling: one line per boundary whose token holds text of both sides, with both tokenisations.
         alone_differs: pieces (0: prefix, 1...: chunks, last: suffix) that tokenise otherwise when they stand alone.
             The blocks hold the joint tokens, so all operators see the same; a store of chunks made elsewhere would not.
@@ -119,6 +121,7 @@ def cut_texts(
         raise InputError(f"{type(tokenizer).__name__} gives no character offsets; load it with use_fast=True.")
     pieces = (prefix, *documents, suffix)
     text = "".join(pieces)
+    check_text(text + answer, "the prompt and its answer")
     owner_of = [i for i, piece in enumerate(pieces) for _ in piece]
     batch = tokenizer(
         text,
@@ -127,7 +130,7 @@ def cut_texts(
         return_special_tokens_mask=True,
     )
     ids = [int(i) for i in batch["input_ids"]]
-    tokens = tuple(str(tokenizer.decode([i])) for i in ids)
+    tokens, _ = texts_of(tokenizer, text, ids, batch["offset_mapping"])
     owners: list[int] = []
     straddling: list[str] = []
     for place, ((start, stop), added) in enumerate(
@@ -197,9 +200,9 @@ def cut_pair(
     The suffix is the trailing run of decision and chat-template tokens.
 
     "sentences": the prefix is every whole sentence before the one that holds the field (and a BOS token); it may be
-    empty. A sentence ends behind a delimiter token that ends in ".", "!" or "?" or holds a newline, with closing quotes
-    and blank tokens that follow it; one of fewer than `min_tokens` tokens is joined to the next (the last one to the
-    one before).
+    empty. A sentence ends behind a delimiter token that ends in a full stop, "!" or "?" (the Chinese ones, too) or
+    holds a newline, with closing quotes and blank tokens that follow it, and never inside a character; one of fewer
+    than `min_tokens` tokens is joined to the next (the last one to the one before).
 
     "documents": one chunk per document, whole, and one per stretch of text between or behind documents; what stands
     before the first is the prefix. A prompt without documents has the prefix of "sentences", and one chunk that holds
@@ -261,10 +264,14 @@ def decision_start(pair: EncodedPair) -> int:
 def _sentence_ends(tokens: Sequence[str], delimiter: Sequence[bool], begin: int, stop: int) -> list[int]:
     """Slots behind which a sentence ends, rising; `stop` is not among them unless a delimiter ends there."""
     ends: list[int] = []
+    first = begin
     for place in range(begin, stop):
-        text = tokens[place]
-        trailing = bool(ends) and ends[-1] == place and delimiter[place] and not text.strip().strip(_CLOSERS)
-        closing = delimiter[place] and ("\n" in text or text.strip().rstrip(_CLOSERS).endswith((".", "!", "?")))
+        if tokens[place].endswith(PART) and place + 1 < stop:
+            continue  # part of a character: the token that ends it is read with this one
+        text, marked = "".join(tokens[first : place + 1]).replace(PART, ""), all(delimiter[first : place + 1])
+        trailing = bool(ends) and ends[-1] == first and marked and not text.strip().strip(_CLOSERS)
+        closing = marked and ("\n" in text or text.strip().rstrip(_CLOSERS).endswith(_STOPS))
+        first = place + 1
         if trailing:
             ends[-1] = place + 1
         elif closing:

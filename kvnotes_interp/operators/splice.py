@@ -26,6 +26,7 @@ import torch
 from kvnotes_interp import engine
 from kvnotes_interp.cache import KVCache, join
 from kvnotes_interp.errors import InputError
+from kvnotes_interp.files import check_text
 from kvnotes_interp.operators.blocks import Blocks, cut_texts
 from kvnotes_interp.operators.made import Compiled, Made
 from kvnotes_interp.operators.seams import repaired, stale
@@ -120,6 +121,7 @@ def splice_skills(
     tokenizer = model.tokenizer
 
     def ids(text: str, special: bool = False) -> tuple[int, ...]:
+        check_text(text, "the prompt")
         return tuple(int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"])
 
     blocks = Blocks(ids(prefix, add_special_tokens), tuple(skill.token_ids for skill in skills), ids(suffix))

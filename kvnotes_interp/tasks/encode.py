@@ -11,14 +11,22 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from kvnotes_interp.errors import InputError, TokenLengthError
+from kvnotes_interp.files import check_text
 from kvnotes_interp.tasks.pair import Message, Pair, Piece, pieces_of
 
 UNEQUAL_LENGTH = "unequal token length"
 CROSSES_FIELD = "field merges with its neighbours"
 SHARED_FIRST_TOKEN = "answers share first token"
 ANSWER_MERGES = "answer merges with prompt"
+
+PART = "\ufffd"
+"""What a token decodes to that is part of a character."""
+
+_OPENS: WeakKeyDictionary[Any, set[tuple[str, tuple[str, ...]]]] = WeakKeyDictionary()
+"""Of each tokenizer the templates and orders of roles that were seen to open the model's turn."""
 
 
 class PairError(InputError):
@@ -52,11 +60,12 @@ class EncodedPair:
         old_ids, new_ids: token ids; the last one is the decision position, `L - 1`.
         field: token span `[start, stop)` of the field; every position where the ids differ lies inside.
         answer_old_id, answer_new_id: the first token of each answer as it follows the prompt; they differ.
-        tokens_old, tokens_new: decoded tokens, for display.
+        tokens_old, tokens_new: the text of each token, see `texts_of`.
         regions: "before" (all before the field), "field", "context", "rule", "filler", "delimiter", "decision"
             or "template". Delimiters of the decision and template regions, and of other documents than the field's,
             keep those regions.
-        delimiter: whether the token, stripped, is empty or all punctuation and symbols.
+        delimiter: whether the token's text, stripped, is empty or all punctuation and symbols; a token that is part
+            of a character counts as that character, and a special token is none.
         anchors: name of the token's place in the family's template, unique inside the prompt: the anchor of the
             piece and the offset counted from the piece's end, e.g. "place:-1".
         documents: number of the document that the token belongs to, -1 for none; empty counts as all -1.
@@ -97,8 +106,9 @@ def encode(tokenizer: Any, pair: Pair) -> EncodedPair:
 
     Raises:
         TokenLengthError: the two prompts have different numbers of tokens.
-        InputError: the tokenizer has no offsets or no chat template, a BOS token stands twice, the field merges
-            with its neighbours, or the answers cannot be told apart by their first token.
+        InputError: the tokenizer has no offsets or no chat template, its template opens no answer, a BOS token stands
+            twice, the field merges with its neighbours, the answers cannot be told apart by their first token, or the
+            pair is none: no field, no change, an empty answer, or text that no tokenizer reads.
     """
     return _encode(tokenizer, pair, {})
 
@@ -106,6 +116,7 @@ def encode(tokenizer: Any, pair: Pair) -> EncodedPair:
 def _encode(tokenizer: Any, pair: Pair, names: dict[int, str]) -> EncodedPair:
     """`names` keeps decoded tokens between pairs: decoding one at a time is the slow part."""
     _require_offsets(tokenizer)
+    _check_pair(pair)
     old = _Tokenised(tokenizer, pair, _render(tokenizer, pair, pair.old), names)
     new = _Tokenised(tokenizer, pair, _render(tokenizer, pair, pair.new), names)
     start, stop = _field_span(pair, old, new)
@@ -118,11 +129,10 @@ def _encode(tokenizer: Any, pair: Pair, names: dict[int, str]) -> EncodedPair:
             f"{tokenizer.decode([answer_old])!r} ({answer_old}), so the decision cannot be read from the next "
             "token. Use answers whose first tokens differ.",
         )
-    flags = tuple(is_delimiter(token) for token in old.tokens)
     documents = tuple(piece.document if piece else -1 for piece in old.owners)
     regions = tuple(
         _token_region(piece, flag and documents[place] == documents[start], place, start, stop)
-        for place, (piece, flag) in enumerate(zip(old.owners, flags, strict=True))
+        for place, (piece, flag) in enumerate(zip(old.owners, old.delimiter, strict=True))
     )
     return EncodedPair(
         pair=pair,
@@ -134,7 +144,7 @@ def _encode(tokenizer: Any, pair: Pair, names: dict[int, str]) -> EncodedPair:
         tokens_old=old.tokens,
         tokens_new=new.tokens,
         regions=regions,
-        delimiter=flags,
+        delimiter=old.delimiter,
         anchors=_token_anchors(old.owners),
         documents=documents,
     )
@@ -157,13 +167,64 @@ def encode_all(tokenizer: Any, pairs: Iterable[Pair]) -> tuple[list[EncodedPair]
     return encoded, aside
 
 
-def is_delimiter(token: str) -> bool:
-    """Whether a decoded token, stripped, is empty or all punctuation and symbols ([N], token statistics)."""
-    return all(unicodedata.category(char)[0] in "PS" for char in token.strip())
+def is_delimiter(text: str) -> bool:
+    """Whether a token's text, stripped, is empty or all punctuation and symbols ([N], token statistics).
+
+    U+FFFD, which stands for part of a character or for one that cannot be read, is no punctuation. Of a token that may
+    be part of a character ask `texts_of`, which knows the character.
+    """
+    return all(char != PART and unicodedata.category(char)[0] in "PS" for char in text.strip())
+
+
+def texts_of(
+    tokenizer: Any,
+    text: str,
+    ids: Sequence[int],
+    offsets: Sequence[tuple[int, int]],
+    names: dict[int, str] | None = None,
+) -> tuple[tuple[str, ...], tuple[bool, ...]]:
+    """(the text of each token, whether it is a delimiter), from the characters at the tokens' offsets in `text`.
+
+    A byte-level tokenizer cuts a character into several tokens, and each decodes to U+FFFD alone. Here the last of them
+    has the character, those before it have U+FFFD, and all are delimiters exactly if the character is one. A special
+    token is no delimiter.
+
+    Args:
+        names: decoded tokens by id, filled as needed: decoding one at a time is the slow part.
+    """
+    names = {} if names is None else names
+    special, unknown = _special_ids(tokenizer), getattr(tokenizer, "unk_token_id", None)
+    tokens: list[str] = []
+    flags: list[bool] = []
+    for place, (i, (start, stop)) in enumerate(zip(ids, offsets, strict=True)):
+        if i not in names:
+            names[i] = str(tokenizer.decode([i]))
+        shown, held = names[i], text[start:stop]
+        if i in special and i != unknown:
+            token, flag = shown, False
+        elif PART in shown or i == unknown:
+            flag = is_delimiter(held)
+            after = offsets[place + 1] if place + 1 < len(offsets) else (stop, stop)
+            unfinished = bool(held) and after[0] < min(stop, after[1])
+            ahead = shown[: len(shown) - len(shown.lstrip())]
+            token = ahead + (held[:-1] + PART if unfinished else held).strip() + shown[len(shown.rstrip()) :]
+        else:
+            flag = is_delimiter(shown)
+            # Offsets may leave blanks out (GPT-2), and so may decoding (SentencePiece); nothing makes one up.
+            token = held if held.strip() == shown.strip() and len(held) > len(shown) else shown
+        tokens.append(token)
+        flags.append(flag)
+    return tuple(tokens), tuple(flags)
+
+
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    marked = (int(i) for i, token in added.items() if getattr(token, "special", False))
+    return frozenset((*getattr(tokenizer, "all_special_ids", ()), *marked))
 
 
 class _Tokenised:
-    """One prompt as ids, decoded tokens and, per token, the piece that owns it (None: a special token)."""
+    """One prompt as ids, texts of tokens and, per token, the piece that owns it (None: a special token)."""
 
     def __init__(self, tokenizer: Any, pair: Pair, pieces: Sequence[Piece], names: dict[int, str]) -> None:
         self.pieces = tuple(pieces)
@@ -171,15 +232,14 @@ class _Tokenised:
         # A rendered chat template already holds its special tokens; plain text gets them from the tokenizer.
         batch = tokenizer(self.text, add_special_tokens=not pair.chat, return_offsets_mapping=True)
         self.ids = tuple(int(i) for i in batch["input_ids"])
-        for i in set(self.ids) - names.keys():
-            names[i] = str(tokenizer.decode([i]))
-        self.tokens = tuple(names[i] for i in self.ids)
+        offsets = [(int(start), int(stop)) for start, stop in batch["offset_mapping"]]
+        self.tokens, self.delimiter = texts_of(tokenizer, self.text, self.ids, offsets, names)
         added = () if pair.chat else _added_tokens(tokenizer, self.ids)
         owner_of_char = [piece for piece in pieces for _ in piece.text]
         self.owners = tuple(
             # Trimmed offsets (GPT-2 style) leave (end, end) for a token of spaces, hence max and end - 1.
-            None if place in added else owner_of_char[max(int(end) - 1, 0)]
-            for place, (_, end) in enumerate(batch["offset_mapping"])
+            None if place in added else owner_of_char[max(end - 1, 0)]
+            for place, (_, end) in enumerate(offsets)
         )
         _check_specials(tokenizer, pair, self.ids, self.owners)
 
@@ -195,14 +255,13 @@ def _render(tokenizer: Any, pair: Pair, prompt: Iterable[Message | Piece]) -> li
         )
     messages = [part for part in prompt if isinstance(part, Message)]
     opening: tuple[Piece, ...] = ()
-    if messages[-1].role == "assistant":
+    if messages and messages[-1].role == "assistant":
         opening = messages.pop().pieces
+    if not messages:
+        raise InputError(f'{_name(pair)} is in chat form and has no turn to answer; give a Message("user", pieces).')
     turns = [{"role": message.role, "content": message.text} for message in messages]
     try:
-        # enable_thinking is read by Qwen3's template and ignored by the others.
-        rendered = tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=True, enable_thinking=False
-        )
+        rendered = _chat(tokenizer, turns, answer=True)
     except Exception as error:  # jinja2 errors differ by template; the text is what helps
         roles = ", ".join(message.role for message in messages)
         raise InputError(
@@ -222,9 +281,65 @@ def _render(tokenizer: Any, pair: Pair, prompt: Iterable[Message | Piece]) -> li
             pieces.append(Piece(rendered[cursor:found], "template", f"template.{number}"))
         pieces.extend(message.pieces)
         cursor = found + len(message.text)
+    _check_opens_answer(tokenizer, pair, turns, rendered)
     if cursor < len(rendered):
         pieces.append(Piece(rendered[cursor:], "template", f"template.{len(messages)}"))
     return [*pieces, *opening]
+
+
+def _chat(tokenizer: Any, turns: list[dict[str, str]], *, answer: bool) -> str:
+    """The conversation as text; `answer`: with what opens the model's turn."""
+    # enable_thinking is read by Qwen3's template and ignored by the others.
+    options = {"tokenize": False, "add_generation_prompt": answer, "enable_thinking": False}
+    return tokenizer.apply_chat_template(turns, **options)
+
+
+def _check_opens_answer(tokenizer: Any, pair: Pair, turns: list[dict[str, str]], rendered: str) -> None:
+    """Raise InputError unless an answer follows `rendered` directly, so that the decision is read where it is due.
+
+    A template that opens the model's turn on request does. One that gives the same text without the request does if an
+    assistant's turn, added to the conversation, begins right behind that text ("[/INST]"). Asked once per tokenizer,
+    template and order of roles.
+    """
+    known = _OPENS.setdefault(tokenizer, set())
+    key = (repr(tokenizer.chat_template), tuple(turn["role"] for turn in turns))
+    if key in known:
+        return
+    try:
+        opens = _chat(tokenizer, turns, answer=False) != rendered
+        if not opens:
+            answered = _chat(tokenizer, [*turns, {"role": "assistant", "content": "x"}], answer=False)
+            opens = answered.startswith(rendered) and answered[len(rendered) :].lstrip().startswith("x")
+    except Exception:  # jinja2 errors differ by template, and each means that it cannot be verified
+        opens = False
+    if not opens:
+        raise InputError(
+            f'Family "{pair.family}" is in chat form, and this tokenizer\'s chat template ignores '
+            "add_generation_prompt: it does not open the model's turn, so the decision would be read behind the end of "
+            f"the user's ({rendered[-24:]!r}). Load the family with chat=False, or give the tokenizer another template."
+        )
+    known.add(key)
+
+
+def _check_pair(pair: Pair) -> None:
+    """Raise InputError for what is no counterfactual pair: checked here, since a pair may be built by hand."""
+    name = f'Pair "{pair.key}" ({pair.family})'
+    for side, prompt in (("old", pair.old), ("new", pair.new)):
+        pieces = list(pieces_of(prompt))
+        for piece in pieces:
+            check_text(piece.text, f"{name}, {side} prompt, piece {piece.anchor}")
+        fields = [piece.text for piece in pieces if piece.region == "field"]
+        if not any(piece.text for piece in pieces):
+            raise InputError(f"{name}: the {side} prompt is empty. Give it text: a field, and words after it.")
+        if len(fields) != 1 or not fields[0]:
+            found = f"has {len(fields)} pieces" if len(fields) != 1 else "has an empty piece"
+            raise InputError(f'{name}: the {side} prompt {found} of region "field"; give one, with text.')
+    for side, answer in (("old", pair.answer_old), ("new", pair.answer_new)):
+        check_text(answer, f"{name}, answer_{side}")
+        if not answer:
+            raise InputError(f'{name}: answer_{side} is empty; give the text that follows the prompt, such as " yes".')
+    if pair.old == pair.new:
+        raise InputError(f"{name}: the old and the new prompt are the same; the field's two values must differ.")
 
 
 def _field_span(pair: Pair, old: _Tokenised, new: _Tokenised) -> tuple[int, int]:
@@ -242,7 +357,12 @@ def _field_span(pair: Pair, old: _Tokenised, new: _Tokenised) -> tuple[int, int]
     ]
     differing = [place for place, (a, b) in enumerate(zip(old.ids, new.ids, strict=True)) if a != b]
     inside = spans[0] == spans[1] and set(differing) <= set(spans[0])
-    if not inside or not spans[0] or not differing:
+    if not differing:
+        raise PairError(
+            CROSSES_FIELD,
+            f"{_name(pair)}: both values are the same tokens to this tokenizer: {_around_field(old)}. Choose others.",
+        )
+    if not inside or not spans[0]:
         raise PairError(
             CROSSES_FIELD,
             f"{_name(pair)}: old and new differ at token positions {differing}, but the field is at "

@@ -150,6 +150,11 @@ class Family(BaseModel):
             raise ValueError("`answer` goes with `values` as a list; remove it or list the values")
         elif len(self.values) < 2:
             raise ValueError("`values` needs at least two answers: the flip must change the decision")
+        given = self.answers or [answer for _, answer in self.entries()]
+        if not all(given):
+            raise ValueError('an answer is empty; write the text that follows the prompt, such as " yes"')
+        if self.answers and self.answers[0] == self.answers[1]:
+            raise ValueError(f"answers: both are {self.answers[0]!r}; the right and the wrong one must differ")
         values = [value for value, _ in self.entries()]
         repeated = sorted({value for value in values if values.count(value) > 1})
         if repeated:
