@@ -105,25 +105,12 @@ def _whole(folder: Path, *, weights: bool) -> bool:
 def read_gguf(path: Path, load: dict[str, Any], *, tokenizer: bool = True) -> tuple[Any, Any]:
     """Load a GGUF file as a dense model, which no longer remembers that it was quantised.
 
-    `load` holds the keyword arguments for `from_pretrained`. The tokenizer is None unless asked for.
+    `load` holds the keyword arguments for `from_pretrained`. The tokenizer is None unless asked for. What the model
+    would not honour of the file is refused by name; see `gguf_file`.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from kvnotes_interp import gguf_file
 
-    from kvnotes_interp.sources import quiet_bars
-
-    try:
-        with quiet_bars():
-            hf: Any = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **load)
-            own = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name) if tokenizer else None
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        raise InputError(f"Could not read {path} as a GGUF model: {error}") from error
-    # The weights are plain tensors now, but save_pretrained() refuses while these are set.
-    hf.hf_quantizer = None
-    hf.is_quantized = False
-    hf.__dict__.pop("quantization_method", None)
-    if hasattr(hf.config, "quantization_config"):
-        del hf.config.quantization_config
-    return hf.eval().requires_grad_(False), own
+    return gguf_file.load(path, load, tokenizer=tokenizer)
 
 
 def wheel_folder(alias: str, wheel: Wheel) -> Path:

@@ -106,12 +106,13 @@ def shape_of(name: Any, revision: str | None = None) -> ModelShape:
         return shape_of_config(organisms.build(plan.name)[0].config)
     from transformers import AutoConfig
 
-    from kvnotes_interp import downloads
+    from kvnotes_interp import downloads, gguf_file
 
     if plan.path is not None:
         path = _existing(plan.path, plan.kind)
-        options = {"gguf_file": path.name} if plan.kind == "gguf" else {}
-        return shape_of_config(AutoConfig.from_pretrained(path.parent if options else path, **options))
+        if plan.kind == "gguf":
+            return shape_of_config(gguf_file.config_of(gguf_file.read_header(path)))
+        return shape_of_config(AutoConfig.from_pretrained(path))
     folder = downloads.snapshot(plan.repo, plan.revision, patterns=["config.json"], reachable=hub_reachable)
     return shape_of_config(AutoConfig.from_pretrained(folder))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvnotes_interp as kv
-from kvnotes_interp import checks, compat, rope
+from kvnotes_interp import checks, compat, declared, rope
 from kvnotes_interp.errors import UnsupportedError
 from kvnotes_interp.model import wrap
 from kvnotes_interp.rope import LayerRope, RopeGeometry
@@ -20,7 +20,8 @@ def test_every_check_passes_on_every_architecture(name: str) -> None:
     report = tiny(name).check()
     assert report.passed, report.failures
     assert report.sweep_path == "shared"
-    assert len(report.checks) == 8
+    assert len(report.checks) >= 9
+    assert [c.detail for c in report.checks if c.name == declared.NAME] == [""]  # compared, not left out
 
 
 @pytest.mark.parametrize("name", REFUSED)
