@@ -9,13 +9,18 @@
 
 Queries and keys are named by *slot*: their place in the whole sequence, the cache first, then the new tokens.
 
+It proves that it took place: `using` counts the layers that called it, and refuses by name a model whose layers did
+not, or which hand over a mask of their own where the plan would replace it.
+
 Queries arrive post-rotary `[batch head pos d_head]`, keys and values `[batch kv_head pos d_head]`, heads not repeated.
 Scaling, soft-cap and masks are the model's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,9 +32,22 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from kvnotes_interp.errors import InputError, UnsupportedError
+from kvnotes_interp import compat
+from kvnotes_interp.errors import InputError, KVNotesError, UnsupportedError
 
 NAME = "kvnotes"
+# Tensors that transformers hands to every attention function and that a mask or a rotation has already taken in.
+_TAKEN_IN = frozenset(
+    [
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    ]
+)
 # How many bytes of attention scores one tile of rows may take. Tiles this size stay near a CPU's cache.
 _TILE_BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
 
@@ -67,6 +85,7 @@ class LayerPatch:
 
     `slots` `[slot]` are the base positions that any row patches here; `keys`/`values` `[kv_head slot d_head]` the
     donor's; `k_rows`/`v_rows` `[kv_head|1 row slot]` say which row takes which. None: no row patches that part.
+    `bias` `[kv_head slot]` is what a patched key's bias has over the base's, where either cache has one.
     """
 
     slots: Tensor
@@ -74,6 +93,7 @@ class LayerPatch:
     values: Tensor
     k_rows: Bool[Tensor, "kv_head row slot"] | None
     v_rows: Bool[Tensor, "kv_head row slot"] | None
+    bias: Tensor | None = None
 
 
 @dataclass
@@ -111,23 +131,78 @@ class Plan:
     cuts: Sequence[Sequence[Cut]] = ()  # one list for all rows of the batch, or one per row
     slots: Tensor | None = None  # `[query]` where the queries stand, when they do not stand behind the cache
     compact: KeyPositions | None = None
+    ran: Counter[int] = field(default_factory=Counter)  # how often each layer called the attention function
+    masks: list[Tensor] = field(default_factory=list)  # the masks made for this pass
+
+    @property
+    def replaces_mask(self) -> bool:
+        """Whether the mask that the model hands over is not the one that holds."""
+        return self.slots is not None or self.compact is not None or self.shared is not None
 
 
 _ACTIVE: ContextVar[Plan | None] = ContextVar("kvnotes_attention_plan", default=None)
+_REFUSALS: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def using(hf: PreTrainedModel, plan: Plan) -> Iterator[Plan]:
-    """Run `hf` with this attention function and `plan`; what the model used before is put back on the way out."""
+def using(hf: PreTrainedModel, plan: Plan, *, layers: Iterable[int] | None = None) -> Iterator[Plan]:
+    """Run `hf` with this attention function and `plan`; what the model used before is put back on the way out.
+
+    `layers` are those that the passes inside go through, all by default. Raises UnsupportedError, naming the model and
+    the layer, unless every one of them called the function, before anything is run where that is known already.
+    """
+    if reason := refusal(hf):
+        raise UnsupportedError(reason)
+    with _switched(hf, plan):
+        yield plan
+    _require(hf, plan, range(compat.text_config(hf).num_hidden_layers) if layers is None else layers)
+
+
+def refusal(hf: PreTrainedModel) -> str:
+    """Why nothing can be cut, biased, recorded or recomputed in this model's attention, or an empty string.
+
+    Tried on three tokens, once per model. Patched caches, which need no attention of ours, can be read all the same.
+    """
+    if hf not in _REFUSALS:
+        _REFUSALS[hf] = _try(hf)
+    return _REFUSALS[hf]
+
+
+@torch.no_grad()
+def _try(hf: PreTrainedModel) -> str:
+    plan = Plan()
+    try:
+        with _switched(hf, plan):
+            compat.forward(hf, torch.arange(3, 6, device=hf.device)[None], compat.new_cache(), torch.arange(3))
+        _require(hf, plan, range(compat.text_config(hf).num_hidden_layers))
+    except KVNotesError as error:
+        return str(error)
+    return ""
+
+
+def _require(hf: PreTrainedModel, plan: Plan, layers: Iterable[int]) -> None:
+    missing = [layer for layer in layers if not plan.ran[layer]]
+    if missing:
+        raise UnsupportedError(
+            f"{type(hf).__name__}: layer {missing[0]} did not call the attention function that this package registers "
+            f"({len(missing)} such layer{'s' if len(missing) > 1 else ''}). Cuts, key biases, attention records, "
+            "recomputes and compact caches would silently not be applied there, so they are refused on this model; "
+            "patching and reading whole caches is not affected."
+        )
+
+
+@contextmanager
+def _switched(hf: PreTrainedModel, plan: Plan) -> Iterator[None]:
     _register()
     before = hf.config._attn_implementation or "eager"
     token = _ACTIVE.set(plan)
     try:
         hf.set_attn_implementation(NAME)
-        yield plan
+        yield
     finally:
         _ACTIVE.reset(token)
         hf.set_attn_implementation(before)
+        plan.masks.clear()
 
 
 def _register() -> None:
@@ -140,7 +215,11 @@ def _register() -> None:
 
 def _full_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """sdpa's boolean mask, always spelled out: never skipped in favour of `is_causal`."""
-    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    made = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    plan = _ACTIVE.get()
+    if plan is not None and made is not None:
+        plan.masks.append(made)
+    return made
 
 
 def attend(
@@ -155,12 +234,8 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch pos head d_head"], None]:
     """Attention as transformers calls it; what else happens is in the active plan."""
-    if kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
-        raise UnsupportedError(
-            f"{type(module).__name__} has attention sinks (an extra softmax column), which this attention function "
-            "does not model."
-        )
     plan = _ACTIVE.get() or Plan()
+    _refuse_unknown(module, attention_mask, plan, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if plan.slots is not None:
@@ -169,10 +244,38 @@ def attend(
     if plan.compact is not None:
         groups = query.shape[1] // key.shape[1]
         attention_mask = _seen_compact(plan.compact, layer, kwargs.get("sliding_window"), groups).to(key.device)
+    held = None if plan.bias is None else plan.bias[layer]
+    cached = held if plan.compact is None else plan.compact.keys[layer][None]
+    if cached is not None and cached.shape[1] != key.shape[1]:
+        raise UnsupportedError(
+            f"{type(module).__name__} of layer {layer} attends to {key.shape[1]} key heads and caches "
+            f"{cached.shape[1]}: key biases and compact caches are refused on this model."
+        )
+    plan.ran[layer] += 1
     if plan.shared is not None:
         return _attend_shared(plan.shared, layer, query, key, value, scale, softcap), None
     out = _attend_plain(plan, layer, query, key, value, attention_mask, scale, softcap)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(module: nn.Module, mask: Tensor | None, plan: Plan, given: dict[str, Any]) -> None:
+    """Refuse by name what a model asks of its attention and this function would leave out."""
+    name = f"{type(module).__name__} of layer {module.layer_idx}"
+    if given.get("s_aux") is not None or getattr(module, "sinks", None) is not None:
+        raise UnsupportedError(
+            f"{name} has attention sinks (an extra softmax column), which this attention function does not model."
+        )
+    unknown = [key for key, value in given.items() if isinstance(value, Tensor) and key not in _TAKEN_IN]
+    if unknown:
+        raise UnsupportedError(f"{name} hands {unknown[0]!r} to its attention, which this function does not model.")
+    if mask is None or given.get("is_causal") is False:
+        raise UnsupportedError(f"{name} attends without a causal mask, so its attention cannot be stood in for.")
+    own = any(mask is m or (mask.dtype == m.dtype and mask.data_ptr() == m.data_ptr()) for m in plan.masks)
+    if plan.replaces_mask and not own:
+        raise UnsupportedError(
+            f"{name} puts something of its own into the attention mask. Recomputed slots, compact caches and the "
+            "shared sweep replace that mask and would lose it, so they are refused on this model."
+        )
 
 
 def _seen(slots: Tensor, n_keys: int, window: int | None) -> Bool[Tensor, "1 1 query key"]:
@@ -294,7 +397,7 @@ def _attend_shared(
             theirs = torch.matmul(q, patch.keys.mT).view(kv_heads, n, groups, tail, -1)
             take = patch.k_rows[:, part, None, None]
             scores[..., patch.slots] = torch.where(take, theirs, scores[..., patch.slots])
-        weights = _softmax(base, layer, scores, scale, softcap, n_pos)
+        weights = _softmax(base, layer, scores, scale, softcap, n_pos, part)
         moved = None
         if patch is not None and patch.v_rows is not None:
             here = weights[..., patch.slots]
@@ -311,11 +414,14 @@ def _attend_shared(
 
 
 def _softmax(
-    base: SharedBase, layer: int, scores: Tensor, scale: float, softcap: float | None, n_pos: int
+    base: SharedBase, layer: int, scores: Tensor, scale: float, softcap: float | None, n_pos: int, rows: slice
 ) -> Float[Tensor, "kv_head row group tail key"]:
     scores = _capped(scores.mul_(scale), softcap)
     if base.bias is not None and (bias := base.bias[layer]) is not None:
         scores[..., :n_pos] += bias[:, None, None, None]
+    patch = base.patch
+    if patch is not None and patch.bias is not None and patch.k_rows is not None:
+        scores[..., patch.slots] += (patch.bias[:, None] * patch.k_rows[:, rows])[:, :, None, None]
     if base.masked is not None:
         scores = scores.masked_fill(base.masked.to(scores.device), float("-inf"))
     return scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)

@@ -6,12 +6,13 @@ return new caches that share every tensor they did not change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvnotes_interp.errors import InputError
@@ -60,6 +61,12 @@ class KVCache:
                 )
         if self.bias is not None and len(self.bias) != len(self.keys):
             raise InputError(f"bias has {len(self.bias)} layers, the cache {len(self.keys)}.")
+        for index, (key, bias) in enumerate(zip(self.keys, self.bias or (), strict=False)):
+            if bias is not None and bias.shape != key.shape[:3]:
+                raise InputError(
+                    f"layer {index}: a bias {tuple(bias.shape)} for keys {tuple(key.shape)}; expected "
+                    f"[batch kv_head pos] = {tuple(key.shape[:3])}."
+                )
         if self.end < 0:
             object.__setattr__(self, "end", int(self.positions.max()) + 1 if len(self) else 0)
 
@@ -159,19 +166,39 @@ class KVCache:
         """The same cache for `batch` rows, as a view: no memory is taken until something is written."""
         if self.batch != 1:
             raise InputError(f"repeat needs a cache of batch 1, this one has {self.batch}.")
-        grow = lambda t: t.expand(batch, *t.shape[1:])  # noqa: E731
-        return replace(
-            self,
-            keys=tuple(map(grow, self.keys)),
-            values=tuple(map(grow, self.values)),
-            token_ids=grow(self.token_ids),
-            bias=None if self.bias is None else tuple(None if b is None else grow(b) for b in self.bias),
+        return self._mapped(lambda t: t.expand(batch, *t.shape[1:]))
+
+    def row(self, index: int) -> KVCache:
+        """One row of the batch, as a cache of batch 1. Raises InputError for a row that is not there."""
+        if not 0 <= index < self.batch:
+            raise InputError(f"row {index} of a cache of batch {self.batch} (0 to {self.batch - 1}).")
+        return self._mapped(lambda t: t[index : index + 1])
+
+    def take(self, slots: Sequence[int] | Int[Tensor, " slot"]) -> KVCache:
+        """These slots, in the given order, at the positions they had; a slot may be named twice. `end` stays."""
+        index = torch.as_tensor(slots, dtype=torch.long)
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise InputError(f"slots {int(index.min())} to {int(index.max())} of a cache of {len(self)}.")
+        return self._mapped(
+            lambda t: t.index_select(min(2, t.ndim - 1), index.to(t.device)), positions=self.positions[index]
         )
+
+    def _mapped(self, change: Callable[[Tensor], Tensor], **more: Any) -> KVCache:
+        """The cache with `change` applied to keys, values and biases of every layer, and to the token ids."""
+        changed = {
+            "keys": tuple(map(change, self.keys)),
+            "values": tuple(map(change, self.values)),
+            "bias": None if self.bias is None else tuple(None if b is None else change(b) for b in self.bias),
+            "token_ids": change(self.token_ids),
+        }
+        return replace(self, **{**changed, **more})
 
     # --- patch -----------------------------------------------------------------------------------------------------
 
     def patched(self, sites: Site | Iterable[Site], donor: KVCache) -> KVCache:
         """This cache with the K, V (or only one of them) of `sites` copied from `donor`.
+
+        A key's bias goes with the key: it decides how the key is attended to. `end` and token ids stay.
 
         Raises InputError when a site lies outside either cache, or when donor and base hold a patched key at
         different rotary positions (move the donor first).
@@ -179,6 +206,11 @@ class KVCache:
         sites = (sites,) if isinstance(sites, Site) else tuple(sites)
         check_donor(self, donor, sites)
         keys, values = list(self.keys), list(self.values)
+        parts = [("k", keys, donor.keys), ("v", values, donor.values)]
+        bias = None
+        if self.bias is not None or donor.bias is not None:
+            bias = list(full_bias(self))
+            parts.append(("k", bias, full_bias(donor)))
         for site in sites:
             if not site.positions:
                 continue
@@ -190,12 +222,12 @@ class KVCache:
                     heads[:, None].to(self.keys[layer].device),
                     pos.to(self.keys[layer].device),
                 )
-                for part, mine, theirs in (("k", keys, donor.keys), ("v", values, donor.values)):
+                for part, mine, theirs in parts:
                     if part in site.part:
                         fresh = mine[layer].clone()
-                        fresh[at] = theirs[layer][at].to(fresh.dtype)
+                        fresh[at] = theirs[layer][at].to(fresh.device, fresh.dtype)
                         mine[layer] = fresh
-        return replace(self, keys=tuple(keys), values=tuple(values))
+        return replace(self, keys=tuple(keys), values=tuple(values), bias=None if bias is None else tuple(bias))
 
     # --- move ------------------------------------------------------------------------------------------------------
 
@@ -229,13 +261,7 @@ class KVCache:
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KVCache:
         """Keys, values and biases on another device or in another dtype."""
-        cast = lambda t: t.to(device=device, dtype=dtype)  # noqa: E731
-        return replace(
-            self,
-            keys=tuple(map(cast, self.keys)),
-            values=tuple(map(cast, self.values)),
-            bias=None if self.bias is None else tuple(None if b is None else cast(b) for b in self.bias),
-        )
+        return self._mapped(lambda t: t.to(device=device, dtype=dtype), token_ids=self.token_ids)
 
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file (atomically); returns its path."""
@@ -288,16 +314,17 @@ def _join_bias(first: KVCache, second: KVCache) -> tuple[Tensor | None, ...] | N
     if first.bias is None and second.bias is None:
         return None
 
-    def both(layer: int) -> Tensor | None:
-        parts = [None if c.bias is None else c.bias[layer] for c in (first, second)]
-        if parts[0] is None and parts[1] is None:
-            return None
-        # A missing bias is no bias: zeros.
-        shapes = (first.keys[layer].shape[:3], second.keys[layer].shape[:3])
-        full = [first.keys[layer].new_zeros(s) if p is None else p for p, s in zip(parts, shapes, strict=True)]
-        return torch.cat(full, dim=2)
+    full = zip(full_bias(first), full_bias(second), strict=True)
+    none = [all(c.bias is None or c.bias[layer] is None for c in (first, second)) for layer in range(first.n_layers)]
+    return tuple(None if n else torch.cat(pair, dim=2) for n, pair in zip(none, full, strict=True))
 
-    return tuple(both(layer) for layer in range(first.n_layers))
+
+def full_bias(cache: KVCache) -> tuple[Float[Tensor, "batch kv_head pos"], ...]:
+    """The key bias of every layer; where there is none, zeros."""
+    own = cache.bias or (None,) * cache.n_layers
+    return tuple(
+        key.new_zeros(key.shape[:3]) if bias is None else bias for key, bias in zip(cache.keys, own, strict=True)
+    )
 
 
 def _same_bias(a: tuple[Tensor | None, ...] | None, b: tuple[Tensor | None, ...] | None) -> bool:

@@ -6,7 +6,7 @@ A failed check names the layer where it can, the size of the gap, and the limit 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,11 @@ from torch import Tensor
 
 from kvnotes_interp import compat, declared, engine
 from kvnotes_interp.cache import KVCache
+from kvnotes_interp.compact import Cache, CompactCache
 from kvnotes_interp.engine import shared
+from kvnotes_interp.engine.capture import WANTS
+from kvnotes_interp.errors import UnsupportedError
+from kvnotes_interp.sites import Site
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -99,7 +103,7 @@ def check(model: Model, *, full: bool = True) -> CheckReport:
         *declared.checks(model),
     ]
     if full:
-        checks += [_gap(model, ids, cut, limit)]
+        checks += [_gap(model, ids, cut, limit), *_paths(model, ids, cut, head, own, limit)]
     answers = (1, 2)
     noise = engine.noise_floor(model, head, ids[cut:], answers)
     reason = shared.refusal(model)
@@ -158,6 +162,56 @@ def _moved(model: Model, ids: list[int], head: KVCache, limit: float) -> list[Ch
     turned = [i for i, layer in enumerate(model.rope.layers) if layer.inv_freq is not None]
     still = min((_relative(head.keys[i], there.keys[i]) for i in turned), default=0.0)
     out.append(Check("control: unmoved keys differ", still > limit, still, limit, "must be above the limit"))
+    return out
+
+
+def _paths(model: Model, ids: list[int], cut: int, head: KVCache, own: Tensor, limit: float) -> list[Check]:
+    """Every path that a probe can take gives the model's own logits; one that this model is refused fails, by name."""
+    tail, last = ids[cut:], own[-1]
+
+    def logits(cache: Cache) -> Tensor:
+        return engine.decide(model, cache, tail)[0]
+
+    def recorded() -> Tensor:
+        return compat.unembed(model.hf, engine.capture(model, head, tail, want=WANTS).hidden[0, -1])
+
+    def recomputed() -> Tensor:
+        spoiled = replace(head, keys=tuple(k + 1 for k in head.keys), values=tuple(v + 1 for v in head.values))
+        return logits(engine.recompute(model, spoiled, range(cut)).cache)
+
+    # Without its first slot, by the model's own attention: a window counts from the end and does not notice.
+    ahead = compat.new_cache([k[:, :, 1:] for k in head.keys], [v[:, :, 1:] for v in head.values])
+    positions, tokens = torch.arange(cut, len(ids)), torch.tensor([tail], device=model.device)
+    with torch.no_grad():
+        without = compat.unembed(model.hf, compat.forward(model.hf, tokens, ahead, positions)[0, -1])
+
+    def biased() -> Tensor:
+        first = torch.arange(cut) == 0
+        new = tuple((first.to(k.device) * -1e9).to(k.dtype).expand(k.shape[:3]) for k in head.keys)
+        return logits(replace(head, bias=new))
+
+    def compacted() -> Tensor:
+        rest = torch.arange(1, cut).expand(head.n_kv_heads, -1)
+        return logits(CompactCache.of(head).kept([rest] * head.n_layers))
+
+    def swept() -> Tensor:
+        whole, all_tokens = Site(range(cut)), range(len(last))
+        other = engine.prefill(model, list(reversed(ids[:cut])))
+        return engine.sweep(model, other, head, [whole], tail, all_tokens).scores[0]
+
+    ways = {
+        "a recorded pass = full pass": (recorded, last),
+        "recomputed slots = full pass": (recomputed, last),
+        "everything patched in a sweep = full pass": (swept, last),
+        "a key biased by -1e9 = a cache without it": (biased, without),
+        "a compact cache = a cache without a slot": (compacted, without),
+    }
+    out = []
+    for name, (way, want) in ways.items():
+        try:
+            out.append(_under(name, _relative(way(), want), limit))
+        except UnsupportedError as error:
+            out.append(Check(name, False, math.nan, limit, str(error)))
     return out
 
 

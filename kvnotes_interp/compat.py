@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from kvnotes_interp import weights
+from kvnotes_interp import live, weights
 from kvnotes_interp.errors import UnsupportedError
 
 # Spellings of the cache argument of a causal LM's forward, newest first.
@@ -131,6 +131,12 @@ def residual_scale(layer: nn.Module) -> float:
     return float(getattr(layer, "residual_multiplier", 1.0))
 
 
+def device_of(layer: nn.Module) -> torch.device | None:
+    """Where a layer's weights lie; None where they are offloaded and come when the layer runs."""
+    weight = next(layer.parameters(), None)
+    return None if weight is None or weight.is_meta else weight.device
+
+
 def rotary_modules(hf: PreTrainedModel) -> list[nn.Module]:
     """Modules that hold rotary inverse frequencies (`inv_freq`, or `<layer_type>_inv_freq`)."""
     return [m for m in decoder(hf).modules() if any(n.endswith("inv_freq") for n, _ in m.named_buffers(recurse=False))]
@@ -216,11 +222,12 @@ class SlotCache(DynamicCache):
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], slots: Int[Tensor, " slot"]) -> None:
         super().__init__()
         self.layers.extend(new_cache(keys, values).layers)
-        self.slots = slots
+        self.slots, self.written = slots, set[int]()
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         layer = self.layers[layer_idx]
         at = self.slots.to(key_states.device)
+        self.written.add(layer_idx)
         layer.keys = layer.keys.index_copy(2, at, key_states.to(layer.keys.dtype))  # type: ignore[union-attr]
         layer.values = layer.values.index_copy(2, at, value_states.to(layer.values.dtype))  # type: ignore[union-attr]
         return layer.keys, layer.values
@@ -248,11 +255,16 @@ def forward(
 
     A cache object is always handed in: without one, transformers takes a gap in `positions` for packed sequences and
     cuts the attention there.
+
+    Raises UnsupportedError for a model that was put into training mode or compiled, and for one that did not write the
+    new tokens into the cache.
     """
+    live.require(hf)
     body = decoder(hf)
     tokens = {"input_ids": token_ids} if embeddings is None else {"inputs_embeds": embeddings}
     batch, device = next((t.shape[0], t.device) for t in tokens.values() if t is not None)
     positions = positions.to(device)
+    before = [layer.get_seq_length() for layer in cache.layers] if type(cache) is DynamicCache else None
     out = body(
         **tokens,
         position_ids=positions if positions.ndim == 2 else positions[None].expand(batch, -1),
@@ -260,7 +272,21 @@ def forward(
         use_cache=True,
         **{cache_argument(body): cache},
     )
+    if before is not None:
+        _require_written(hf, cache, before, new=positions.shape[-1])
     return out.last_hidden_state
+
+
+def _require_written(hf: PreTrainedModel, cache: Cache, before: Sequence[int], *, new: int) -> None:
+    wanted = [n + new for n in before] or [new] * text_config(hf).num_hidden_layers
+    found = [layer.get_seq_length() for layer in cache.layers]
+    wrong = [i for i in range(max(len(wanted), len(found))) if wanted[i : i + 1] != found[i : i + 1]]
+    if wrong:
+        held = found[wrong[0]] if wrong[0] < len(found) else "nothing"
+        raise UnsupportedError(
+            f"{type(hf).__name__}: layer {wrong[0]} holds {held} in the cache after {new} new tokens on top of "
+            f"{before[wrong[0]] if before else 0}; its cache is not written as this package reads it."
+        )
 
 
 def replay_arguments(kwargs: dict[str, Any], cache: Cache) -> dict[str, Any]:

@@ -27,6 +27,14 @@ class UnsupportedError(KVNotesError):
     """A model, cache or rotary type is refused by name because its numbers would be wrong."""
 
 
+class NotFiniteError(UnsupportedError):
+    """A pass gave NaN or infinity where a number was asked for. `reason` is short and can be counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class ControlError(KVNotesError):
     """A control failed, so the numbers it guards mean nothing."""
 

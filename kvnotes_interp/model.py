@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvnotes_interp import compat, rope, sources
-from kvnotes_interp.errors import UnsupportedError
+from kvnotes_interp import attention, compat, fingerprint, live, rope, sources
+from kvnotes_interp.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -18,7 +16,24 @@ if TYPE_CHECKING:
     from kvnotes_interp.checks import CheckReport
 
 
-_ELSEWHERE = ("_name_or_path", "transformers_version")  # in a config, and no property of the model
+class _LiveId:
+    """The field `model_id`: what it was set to, until the live model is found to have changed; then a new one."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = f"_{name}"
+
+    def __set__(self, model: Model, value: str) -> None:
+        watch = fingerprint.Identity(model.hf)
+        object.__setattr__(model, self._key, [value, watch, {}])
+
+    def __get__(self, model: Model | None, owner: type) -> str:
+        if model is None:
+            raise AttributeError  # so that the dataclass sees no default
+        state = model.__dict__[self._key]
+        if changed := state[1].changed():
+            state[2][state[0]] = changed  # what told the model of that id from the one at hand
+            state[0] = id_of(model.hf, model.source)
+        return state[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +46,8 @@ class Model:
         source: where the weights came from, as it goes into every manifest.
         shape: layers, heads, widths.
         rope: rotary geometry per layer.
-        model_id: name and fingerprint of config and weights; a cache remembers which model wrote it.
+        model_id: name and fingerprint of all weights, settings and the config, as they are now: an adapter that is
+            switched off, or a weight that is edited, gives another one. A cache remembers which model wrote it.
     """
 
     hf: PreTrainedModel = field(repr=False)
@@ -39,7 +55,7 @@ class Model:
     source: sources.ModelSource
     shape: sources.ModelShape
     rope: rope.RopeGeometry = field(repr=False)
-    model_id: str
+    model_id: str = _LiveId()  # type: ignore[assignment]
 
     @property
     def name(self) -> str:
@@ -52,6 +68,24 @@ class Model:
     @property
     def dtype(self) -> torch.dtype:
         return self.hf.dtype
+
+    @property
+    def n_positions(self) -> int | None:
+        """How many positions the model was made for (max_position_embeddings); None where its config has no limit."""
+        return getattr(compat.text_config(self.hf), "max_position_embeddings", None)
+
+    def require_own(self, cache: Any, name: str = "this cache") -> None:
+        """Raise InputError, with what was changed where that is known, unless this model wrote the cache."""
+        if cache.model_id == self.model_id:
+            return
+        changed = self.__dict__["_model_id"][2].get(cache.model_id, ())
+        since = (
+            f"; since then {', '.join(changed[:3])} changed" + (", ..." if len(changed) > 3 else "") if changed else ""
+        )
+        raise InputError(
+            f"{name} was written by {cache.model_id!r}; the model at hand is {self.model_id!r}{since}. Make it again "
+            "with this model."
+        )
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -73,14 +107,10 @@ def wrap(hf: PreTrainedModel, tokenizer: Any, source: sources.ModelSource) -> Mo
     """A Model around loaded weights, refused by name when its cache cannot be supported."""
     compat.refuse_unsupported(hf)
     hf.eval().requires_grad_(False)
-    return Model(
-        hf,
-        tokenizer,
-        source,
-        sources.shape_of_config(hf.config),
-        rope.read_geometry(hf),
-        _model_id(hf, source),
-    )
+    live.require(hf)
+    attention.refusal(hf)  # tried now, while nobody else's hooks can see it
+    shape, geometry = sources.shape_of_config(hf.config), rope.read_geometry(hf)
+    return Model(hf, tokenizer, source, shape, geometry, id_of(hf, source))
 
 
 def load(
@@ -132,12 +162,6 @@ def load(
     return model
 
 
-def _model_id(hf: PreTrainedModel, source: sources.ModelSource) -> str:
-    # Not where the files lie, nor which version read them: the same weights are the same model on every machine.
-    about = {k: v for k, v in compat.text_config(hf).to_dict().items() if k not in _ELSEWHERE}
-    digest = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
-    embedding = next(hf.get_input_embeddings().parameters())
-    for weight in (embedding, *compat.layers(hf)[-1].parameters()):
-        row = weight.detach().flatten()[:64].float().cpu()
-        digest.update(row.numpy().tobytes())
-    return f"{source.name}#{digest.hexdigest()[:12]}"
+def id_of(hf: PreTrainedModel, source: sources.ModelSource) -> str:
+    """Name and fingerprint of a live model as it is now; where its files lie, and who read them, is no part of it."""
+    return f"{source.name}#{fingerprint.of(fingerprint.model_parts(hf))}"

@@ -1,16 +1,8 @@
 """Running a model on caches: prefill, extend, decide, decode, capture, and the sweep over many patched caches."""
 
 from kvnotes_interp.attention import Cut
-from kvnotes_interp.engine.capture import (
-    Captured,
-    Edits,
-    HeadPatch,
-    ResidualPatch,
-    WritePatch,
-    answer_logits,
-    capture,
-    head_writes,
-)
+from kvnotes_interp.engine.capture import Captured, answer_logits, capture, head_writes
+from kvnotes_interp.engine.edits import Edits, HeadPatch, ResidualPatch, WritePatch
 from kvnotes_interp.engine.forward import (
     Generated,
     attention_by_layer,
@@ -18,6 +10,7 @@ from kvnotes_interp.engine.forward import (
     decide,
     decode,
     extend,
+    logits_of,
     noise_floor,
     prefill,
 )
@@ -44,6 +37,7 @@ __all__ = [
     "decode",
     "extend",
     "head_writes",
+    "logits_of",
     "noise_floor",
     "plan_sweep",
     "prefill",

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvnotes_interp import attention, compat
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import Cache, CompactCache
-from kvnotes_interp.errors import InputError
+from kvnotes_interp.errors import InputError, NotFiniteError
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -29,11 +29,38 @@ TokenIds = Sequence[int] | Sequence[Sequence[int]] | Tensor
 
 
 def as_ids(model: Model, token_ids: TokenIds) -> Int[Tensor, "batch pos"]:
-    """Token ids as `[batch pos]` on the model's device; a flat list is one row. Raises InputError on an empty one."""
-    ids = torch.as_tensor(token_ids, dtype=torch.long, device=model.device)
+    """Token ids as `[batch pos]` on the model's device; a flat list is one row.
+
+    Raises InputError on none, and on one that the model has no embedding for.
+    """
+    ids = torch.as_tensor(token_ids, dtype=torch.long)
     ids = ids[None] if ids.ndim == 1 else ids
-    if ids.ndim != 2 or ids.shape[1] == 0:
+    if ids.ndim != 2 or ids.numel() == 0:
         raise InputError(f"token ids of shape {tuple(ids.shape)}: expected [batch pos] with at least one token.")
+    check_tokens(model, ids, "token_ids")
+    return ids.to(model.device)
+
+
+def check_tokens(model: Model, ids: Tensor, name: str) -> None:
+    """Raise InputError unless the model has an embedding for every id; `name` says what they are."""
+    if not ids.numel():
+        return
+    vocab = model.hf.get_input_embeddings().weight.shape[0]  # type: ignore[union-attr]
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab:
+        raise InputError(f"{name} holds {low if low < 0 else high}; {model.name} has tokens 0 to {vocab - 1}.")
+
+
+def rows_for(model: Model, cache: Cache, token_ids: TokenIds) -> Int[Tensor, "batch pos"]:
+    """Token ids to run on top of `cache`, one row for each of its rows; a single row stands for all.
+
+    Raises InputError for another number of rows, and for another model's cache.
+    """
+    model.require_own(cache)
+    ids = as_ids(model, token_ids)
+    ids = ids.expand(cache.batch, -1) if ids.shape[0] == 1 else ids
+    if ids.shape[0] != cache.batch:
+        raise InputError(f"{ids.shape[0]} rows of tokens for a cache of batch {cache.batch}.")
     return ids
 
 
@@ -46,7 +73,7 @@ def prefill(model: Model, token_ids: TokenIds, *, positions: Sequence[int] | Ten
         positions: rotary position of each token, `[pos]`; 0, 1, 2, ... by default. Gaps are honoured.
     """
     ids = as_ids(model, token_ids)
-    positions = _positions(ids, 0, positions)
+    positions = places_of(model, ids, 0, positions)
     fork = compat.new_cache()
     compat.forward(model.hf, ids, fork, positions)
     keys, values = compat.read_cache(fork)
@@ -65,27 +92,34 @@ def extend(
 
     Positions go on from `cache.end` by default. A single row of tokens is run for every row of the cache.
     """
-    ids = as_ids(model, token_ids)
-    ids = ids.expand(cache.batch, -1) if ids.shape[0] == 1 else ids
-    if ids.shape[0] != cache.batch:
-        raise InputError(f"{ids.shape[0]} rows of tokens for a cache of batch {cache.batch}.")
-    positions = _positions(ids, cache.end, positions)
-    if cache.model_id != model.model_id:
-        raise InputError(f"this cache was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
+    ids = rows_for(model, cache, token_ids)
+    positions = places_of(model, ids, cache.end, positions)
     hidden, keys, values = run(model, cache, ids, positions, attention.Plan())
     return cast(C, cache.appended(keys, values, ids, positions)), hidden
 
 
-def _positions(ids: Tensor, end: int, positions: Sequence[int] | Tensor | None) -> Int[Tensor, " pos"]:
-    """Positions from `end` on, or those given. Raises InputError when they do not fit the tokens or lie before it."""
+def places_of(
+    model: Model, ids: Int[Tensor, "batch pos"], end: int, positions: Sequence[int] | Tensor | None
+) -> Int[Tensor, " pos"]:
+    """Positions from `end` on, or those given.
+
+    Raises InputError when they do not fit the tokens, do not rise, lie before `end`, or lie beyond what the model has.
+    """
     if positions is None:
-        return torch.arange(end, end + ids.shape[1])
-    positions = torch.as_tensor(positions, dtype=torch.long).cpu()
-    if positions.shape != ids.shape[1:]:
-        raise InputError(f"{tuple(positions.shape)} positions for {ids.shape[1]} tokens.")
-    if int(positions.min()) < end:
-        raise InputError(f"position {int(positions.min())} lies before the cache's end {end}; new tokens go behind it.")
-    return positions
+        positions = range(end, end + ids.shape[1])
+    places = torch.as_tensor(positions, dtype=torch.long).cpu()
+    if places.shape != ids.shape[1:]:
+        raise InputError(f"{tuple(places.shape)} positions for {ids.shape[1]} tokens.")
+    if int(places[0]) < end:
+        raise InputError(f"position {int(places[0])} lies before the cache's end {end}; new tokens go behind it.")
+    if bool((places.diff() <= 0).any()):
+        raise InputError("positions must rise from token to token.")
+    if (limit := model.n_positions) is not None and int(places[-1]) >= limit:
+        raise InputError(
+            f"position {int(places[-1])} lies beyond the {limit} positions that {model.name} was made for "
+            "(max_position_embeddings); shorten the prompt."
+        )
+    return places
 
 
 def run(
@@ -112,8 +146,59 @@ def decide(
     model: Model, cache: Cache, tail: TokenIds, answers: Sequence[int] | None = None
 ) -> Float[Tensor, "batch answer"]:
     """Logits of the answer tokens (None: of all) after `tail` has been run on top of `cache`, in at least float32."""
-    _, hidden = extend(model, cache, tail)
-    return compat.unembed(model.hf, hidden[:, -1], None if answers is None else torch.as_tensor(list(answers)))
+    grown, hidden = extend(model, cache, tail)
+    return logits_of(model, hidden[:, -1], answers, cache=grown)
+
+
+def logits_of(
+    model: Model,
+    hidden: Float[Tensor, "*rows d_model"],
+    answers: Sequence[int] | None = None,
+    *,
+    cache: Cache | None = None,
+) -> Float[Tensor, "*rows answer"]:
+    """Logits of the answer tokens (None: of all) from final hidden states, in at least float32: every probe's way.
+
+    `cache` is the one that the pass wrote, so that an error can name the first layer that went wrong.
+
+    Raises NotFiniteError when a logit is NaN or infinite, InputError for a token that there is not.
+    """
+    index = None
+    if answers is not None:
+        index = torch.as_tensor(list(answers), dtype=torch.long)
+        check_tokens(model, index, "answers")
+    logits = compat.unembed(model.hf, hidden, index)
+    if not _finite(logits):
+        require_finite(logits, model, "the logits", layer=None if cache is None else _culprit(cache))
+    return logits
+
+
+def require_finite(numbers: Tensor, model: Model, what: str, *, layer: int | None = None) -> None:
+    """Raise NotFiniteError, naming what is not finite, the layer and the dtype, unless all numbers are."""
+    if _finite(numbers):
+        return
+    dtype = str(model.dtype).removeprefix("torch.")
+    where = "" if layer is None else f" in layer {layer}"
+    wider = {"float16": "bfloat16 or float32", "bfloat16": "float32"}.get(dtype)
+    advice = f"Load it in {wider}, in case it overflows." if wider else "Look at its weights, or at what was put there."
+    raise NotFiniteError(
+        f"not finite{where} ({dtype})",
+        f"{model.name}: {what} are not finite in {dtype}{where and f', first{where}'}. {advice}",
+    )
+
+
+def _culprit(cache: Cache) -> int:
+    """The layer that first gave a number that is not finite, told from the cache that the pass wrote."""
+    for layer, (key, value) in enumerate(zip(cache.keys, cache.values, strict=True)):
+        bad = ~(torch.isfinite(key) & torch.isfinite(value)) if key.shape == value.shape else ~torch.isfinite(key)
+        if bool(bad.any()):
+            # A token whose keys are bad throughout read bad numbers: the layer below wrote them.
+            return max(layer - 1, 0) if bool(bad[:, :, -1].all()) else layer
+    return cache.n_layers - 1
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
 
 
 @dataclass(frozen=True)
@@ -153,7 +238,7 @@ def decode(
     ids = as_ids(model, token_ids)
     while len(out) < max_new_tokens:
         cache, hidden = extend(model, cache, ids)
-        logits = compat.unembed(model.hf, hidden[:, -1])[0].cpu()
+        logits = logits_of(model, hidden[:, -1], cache=cache)[0].cpu()
         if temperature > 0:
             token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
         else:
@@ -185,10 +270,15 @@ def attention_by_layer(
 
     Heads are query heads; a compact cache's `positions` and `sources` say per KV head what a key is.
     """
-    ids = as_ids(model, tail)
-    new = ids.shape[1]
+    ids = rows_for(model, cache, tail)
+    if cache.batch != 1 or not 1 <= rows <= ids.shape[1]:
+        raise InputError(
+            f"rows={rows} of a tail of {ids.shape[1]} tokens in batch {cache.batch}: 1 to all, of one row."
+        )
     recorder = attention.Recorder(tuple(range(-rows, 0)))
-    run(model, cache, ids, torch.arange(cache.end, cache.end + new), attention.Plan(recorder=recorder))
+    run(model, cache, ids, places_of(model, ids, cache.end, None), attention.Plan(recorder=recorder))
+    for layer, seen in recorder.patterns.items():
+        require_finite(seen, model, "the attention rows", layer=layer)
     return tuple(recorder.patterns[layer][0].float().cpu() for layer in range(cache.n_layers))
 
 

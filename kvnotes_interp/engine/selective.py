@@ -8,7 +8,7 @@ patch, `KVCache.patched`) is not, since it needs the very pass that was to be sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from kvnotes_interp import attention, compat
 from kvnotes_interp.cache import KVCache
-from kvnotes_interp.errors import InputError
+from kvnotes_interp.engine.forward import as_ids
+from kvnotes_interp.errors import InputError, UnsupportedError
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -117,8 +118,9 @@ def _checked(
     model: Model, cache: KVCache, slots: Sequence[int], token_ids: Sequence[int] | None
 ) -> tuple[tuple[int, ...], Int[Tensor, " slot"]]:
     chosen = tuple(sorted(set(slots)))
-    if cache.model_id != model.model_id:
-        raise InputError(f"this cache was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
+    model.require_own(cache)
+    if not isinstance(cache, KVCache):
+        raise InputError(f"slots of a compact cache are no tokens and cannot be recomputed; this one is {cache!r}.")
     if cache.batch != 1 or cache.bias is not None:
         raise InputError(f"slots are recomputed in a cache of batch 1 without key bias; this one is {cache!r}.")
     bad = [s for s in chosen if not 0 <= s < len(cache)]
@@ -127,7 +129,7 @@ def _checked(
     if token_ids is not None and len(token_ids) != len(chosen):
         raise InputError(f"{len(token_ids)} token ids for {len(chosen)} slots: give one for each, in rising order.")
     ids = cache.token_ids[0, list(chosen)] if token_ids is None else torch.as_tensor(list(token_ids))
-    return chosen, ids.to(model.device, torch.long)
+    return chosen, as_ids(model, ids)[0] if chosen else ids
 
 
 def _with(cache: KVCache, keys: Any, values: Any, slots: tuple[int, ...], ids: Tensor) -> KVCache:
@@ -168,14 +170,21 @@ def _run(
         handles.append(layers[stop].register_forward_pre_hook(halt, with_kwargs=True))
     if hidden is not None:
         handles.append(layers[first].register_forward_pre_hook(enter, with_kwargs=True))
+    through = range(first, len(layers) if stop is None else min(stop, len(layers)))
     try:
-        with _skipped(layers[:first]), attention.using(model.hf, attention.Plan(slots=at)):
+        with (
+            _skipped(layers[:first]),
+            attention.using(model.hf, attention.Plan(slots=at), layers=through),
+            suppress(_Stop),
+        ):
             compat.forward(model.hf, ids[None], fork, cache.positions[list(slots)])
-    except _Stop:
-        pass
     finally:
         for handle in handles:
             handle.remove()
+    if fork.written != set(through):
+        raise UnsupportedError(
+            f"{model.name} wrote new keys in layers {sorted(fork.written)}, and {through} were to be recomputed."
+        )
     return *compat.read_cache(fork), read[0] if read else None
 
 

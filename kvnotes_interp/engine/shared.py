@@ -20,7 +20,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from kvnotes_interp import attention, compat
-from kvnotes_interp.cache import KVCache
+from kvnotes_interp.cache import KVCache, full_bias
+from kvnotes_interp.errors import UnsupportedError
 from kvnotes_interp.sites import Site
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def run(
         for start in range(0, len(order), rows):
             batch = [sites[i] for i in order[start : start + rows]]
             begin = [first[i] for i in order[start : start + rows]]
-            hidden = _walk(model, plan.shared, head, calls, masks, batch, begin)
+            hidden = _walk(model, plan, head, calls, masks, batch, begin)
             if hidden.shape[0] < len(batch):  # rows that patch nothing are the base itself
                 rest = last.expand(len(batch) - hidden.shape[0], -1, -1)
                 hidden = torch.cat((hidden.to(rest.device), rest))
@@ -124,6 +125,9 @@ class _Base:
         self.donor_keys = tuple(k[0] for k in donor.keys)
         self.donor_values = tuple(v[0] for v in donor.values)
         self.bias = None if base.bias is None else tuple(None if b is None else b[0] for b in base.bias)
+        self.more_bias = None  # the donor's over the base's
+        if base.bias is not None or donor.bias is not None:
+            self.more_bias = tuple(b[0] - a[0] for a, b in zip(full_bias(base), full_bias(donor), strict=True))
         self.n_layers, self.n_kv_heads = base.n_layers, base.n_kv_heads
 
 
@@ -150,6 +154,10 @@ def _record(model: Model, base: KVCache, tail: Tensor) -> tuple[list[_Call], Flo
     finally:
         for handle in handles:
             handle.remove()
+    if len(calls) != len(layers) or len(last) != 1:
+        raise UnsupportedError(
+            f"{model.name} called {len(calls)} of its {len(layers)} layers; they cannot be replayed."
+        )
     return calls, last[0]
 
 
@@ -163,7 +171,7 @@ def _masked(kwargs: dict[str, Any], n_pos: int, n_tail: int) -> Bool[Tensor, "ta
 
 def _walk(
     model: Model,
-    shared: attention.SharedBase,
+    plan: attention.Plan,
     head: _Base,
     calls: list[_Call],
     masks: dict[int, Tensor | None],
@@ -172,9 +180,10 @@ def _walk(
 ) -> Float[Tensor, "row tail d_model"]:
     """Hidden states after the last layer of every site that patches something; `first` is sorted."""
     hidden: Tensor | None = None
-    joined = 0
+    joined, shared = 0, plan.shared
     shape_memo: _Memo = {}
     empty = compat.PassThroughCache()
+    ran = plan.ran
     for index, layer in enumerate(compat.layers(model.hf)):
         call = calls[index]
         arriving = sum(1 for f in first[joined:] if f == index)
@@ -184,12 +193,18 @@ def _walk(
             hidden = start if hidden is None else torch.cat((hidden, start.to(hidden.device)))
         if hidden is None:
             continue
+        assert shared is not None
         shared.patch = _layer_patch(head, sites[:joined], index, shape_memo)
         kind = id(call.kwargs.get("attention_mask"))
         if kind not in masks:
             masks[kind] = _masked(call.kwargs, shared.keys[index].shape[1], call.hidden.shape[1])
         shared.masked = masks[kind]
+        before = ran[index]
         output = layer(hidden, **compat.replay_arguments(call.kwargs, empty))
+        if ran[index] != before + 1:
+            raise UnsupportedError(
+                f"layer {index} of {model.name} did not read the patched caches when it was replayed."
+            )
         hidden = output[0] if isinstance(output, tuple) else output
     return calls[0].hidden[:0] if hidden is None else hidden
 
@@ -206,7 +221,8 @@ def _layer_patch(head: _Base, sites: Sequence[Site], layer: int, memo: _Memo) ->
     slots, k_rows, v_rows = memo[key]
     assert slots is not None
     keys, values = head.donor_keys[layer][:, slots], head.donor_values[layer][:, slots]
-    return attention.LayerPatch(slots, keys, values, k_rows, v_rows)
+    bias = None if head.more_bias is None else head.more_bias[layer][:, slots]
+    return attention.LayerPatch(slots, keys, values, k_rows, v_rows, bias)
 
 
 def _rows_and_slots(head: _Base, sites: Sequence[Site], here: Sequence[int]) -> tuple[Tensor | None, ...]:

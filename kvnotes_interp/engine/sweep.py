@@ -8,7 +8,7 @@ it serves any model and is the reference the shared path is tested against.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -16,11 +16,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvnotes_interp import compat
-from kvnotes_interp.cache import KVCache
+from kvnotes_interp.cache import KVCache, full_bias
 from kvnotes_interp.engine import shared
 from kvnotes_interp.engine.budget import default_budget, readable
-from kvnotes_interp.engine.forward import as_ids, extend
-from kvnotes_interp.errors import InputError, UnsupportedError
+from kvnotes_interp.engine.forward import as_ids, check_tokens, decide, places_of
+from kvnotes_interp.errors import InputError, NotFiniteError, UnsupportedError
 from kvnotes_interp.sites import Site, check_donor
 
 if TYPE_CHECKING:
@@ -135,16 +135,21 @@ def sweep(
     """
     ids = as_ids(model, tail)
     for name, cache in (("base", base), ("donor", donor)):
+        if not isinstance(cache, KVCache):
+            raise InputError(f"{name} is {cache!r}: slots of a compact cache are no tokens and cannot be patched.")
         if cache.batch != 1:
             raise InputError(f"{name} has batch {cache.batch}; a sweep takes one base and one donor, each of batch 1.")
-        if cache.model_id != model.model_id:
-            raise InputError(f"{name} was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
-        if cache.dtype != model.dtype or cache.device != base.device:
-            raise InputError(
-                f"{name} is {cache.dtype} on {cache.device}, the model {model.dtype} on {model.device}; "
-                "use cache.to(device=..., dtype=...)."
-            )
+        model.require_own(cache, name)
+        for layer, (key, module) in enumerate(zip(cache.keys, compat.layers(model.hf), strict=True)):
+            device = compat.device_of(module)
+            if key.dtype != model.dtype or device not in (None, key.device):
+                raise InputError(
+                    f"{name} is {key.dtype} on {key.device} in layer {layer}, the model {model.dtype} on {device}; "
+                    "use cache.to(device=..., dtype=...)."
+                )
     check_donor(base, donor, sites)
+    places_of(model, ids, base.end, None)
+    check_tokens(model, torch.as_tensor(list(answers)), "answers")
     plan = plan_sweep(model, len(sites), len(base), ids.shape[1], memory_budget=memory_budget, path=path)
     if not sites:
         return SweepResult(torch.empty(0, len(answers)), plan)
@@ -154,8 +159,11 @@ def sweep(
         scores = shared.run(model, base, donor, sites, ids, answers, plan.batch_rows, progress)
     else:
         scores = _run_plain(model, base, donor, sites, ids, answers, plan.batch_rows, progress)
-    if not bool(torch.isfinite(scores).all()):
-        raise UnsupportedError(f"{model.name} gave a score that is not finite in {model.dtype}; try dtype='float32'.")
+    bad = (~torch.isfinite(scores)).any(1).nonzero()
+    if len(bad):
+        # Read again alone, to say where it went wrong.
+        decide(model, base.patched(sites[int(bad[0])], donor), ids, answers)
+        raise NotFiniteError("not finite", f"{model.name}: a patched cache gave scores that are not finite.")
     return SweepResult(scores, plan)
 
 
@@ -169,12 +177,10 @@ def _run_plain(
     rows: int,
     progress: Progress | None,
 ) -> Float[Tensor, "site answer"]:
-    index = torch.as_tensor(list(answers))
     out = []
     for start in range(0, len(sites), rows):
         chunk = sites[start : start + rows]
-        _, hidden = extend(model, _patched_rows(base, donor, chunk), tail)
-        out.append(compat.unembed(model.hf, hidden[:, -1], index).cpu())
+        out.append(decide(model, _patched_rows(base, donor, chunk), tail, answers).cpu())
         if progress is not None:
             progress(len(chunk))
     return torch.cat(out)
@@ -184,8 +190,13 @@ def _patched_rows(base: KVCache, donor: KVCache, sites: Sequence[Site]) -> KVCac
     """One row per site. Only layers that some row patches are copied."""
     wide = base.repeat(batch=len(sites))
     keys, values = list(wide.keys), list(wide.values)
+    parts = [("k", keys, donor.keys), ("v", values, donor.values)]
+    bias = None
+    if base.bias is not None or donor.bias is not None:
+        bias = list(full_bias(wide))
+        parts.append(("k", bias, full_bias(donor)))
     for layer in range(base.n_layers):
-        for part, mine, theirs in (("k", keys, donor.keys), ("v", values, donor.values)):
+        for part, mine, theirs in parts:
             rows = [
                 (row, site)
                 for row, site in enumerate(sites)
@@ -200,13 +211,4 @@ def _patched_rows(base: KVCache, donor: KVCache, sites: Sequence[Site]) -> KVCac
                 at = (heads[:, None].to(fresh.device), pos)
                 fresh[row][at] = theirs[layer][0][at]
             mine[layer] = fresh
-    return KVCache(
-        tuple(keys),
-        tuple(values),
-        wide.token_ids,
-        wide.positions,
-        wide.rope,
-        wide.model_id,
-        wide.bias,
-        wide.end,
-    )
+    return replace(wide, keys=tuple(keys), values=tuple(values), bias=None if bias is None else tuple(bias))

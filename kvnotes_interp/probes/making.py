@@ -87,7 +87,7 @@ def caches_of(model: Model, pair: EncodedPair, making: Making) -> tuple[EncodedP
     if making.operator is None:
         stop = pair.length - pair.tail
         both = engine.prefill(model, [list(pair.old_ids[:stop]), list(pair.new_ids[:stop])])
-        return pair, tuple(range(pair.length)), _row(both, 0), _row(both, 1)
+        return pair, tuple(range(pair.length)), both.row(0), both.row(1)
     operator, caches, layouts = library.find(making.operator), [], []
     for side in ("old", "new"):
         blocks = cut_pair(pair, side=side, blocks=making.blocks)  # type: ignore[arg-type]
@@ -136,16 +136,4 @@ def laid_out(pair: EncodedPair, slots: Sequence[int]) -> EncodedPair:
         delimiter=spread(pair.delimiter, False),
         anchors=tuple(pair.anchors[token_at[s]] if s in token_at else f"{WRAPPER}:{next(numbers)}" for s in every),
         documents=spread(pair.documents, -1) if pair.documents else (),
-    )
-
-
-def _row(cache: KVCache, row: int) -> KVCache:
-    keep = slice(row, row + 1)
-    return KVCache(
-        tuple(k[keep] for k in cache.keys),
-        tuple(v[keep] for v in cache.values),
-        cache.token_ids[keep],
-        cache.positions,
-        cache.rope,
-        cache.model_id,
     )

@@ -144,10 +144,9 @@ def _check(model: Model, caches: Sequence[Cache], tails: Sequence[Sequence[int]]
             f"{len(caches)} caches, {len(tails)} tails and {len(rows)} numbers of rows: give one of each per example."
         )
     for index, (cache, tail, n) in enumerate(zip(caches, tails, rows, strict=True)):
-        if cache.batch != 1 or cache.model_id != model.model_id:
-            raise InputError(
-                f"cache {index} is {cache!r} of {cache.model_id!r}; a cache of batch 1 of {model.model_id!r} is needed."
-            )
+        model.require_own(cache, f"cache {index}")
+        if cache.batch != 1:
+            raise InputError(f"cache {index} is {cache!r}; a cache of batch 1 is needed.")
         if not 1 <= n <= len(tail):
             raise InputError(f"rows[{index}] is {n}, but its tail has {len(tail)} tokens; ask for 1 to all of them.")
 

@@ -69,8 +69,7 @@ def counts_of(model: Model, cache: Cache, budget: Budget, sliding: Sliding) -> t
     Raises InputError for a foreign cache, a budget below 1 or for another number of layers, an unknown `sliding`, and
     when "keep" would leave every layer whole.
     """
-    if cache.model_id != model.model_id:
-        raise InputError(f"this cache was written by {cache.model_id!r}; the model at hand is {model.model_id!r}.")
+    model.require_own(cache)
     if sliding not in ("keep", "compact"):
         raise InputError(f'sliding={sliding!r}: choose "keep" or "compact".')
     slots = slots_of(cache)

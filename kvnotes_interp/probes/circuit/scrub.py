@@ -71,15 +71,7 @@ def aligned(donor: KVCache, base: KVCache, slots: Mapping[int, int]) -> KVCache:
     index = torch.arange(len(base)).clamp(max=len(donor) - 1)
     for to, come in slots.items():
         index[to] = come
-    picked = KVCache(
-        tuple(k[:, :, index.to(k.device)] for k in donor.keys),
-        tuple(v[:, :, index.to(v.device)] for v in donor.values),
-        donor.token_ids[:, index.to(donor.token_ids.device)],
-        donor.positions[index],
-        donor.rope,
-        donor.model_id,
-    )
-    return picked.placed(base.positions)
+    return donor.take(index).placed(base.positions)
 
 
 def slots_of(pair: EncodedPair, other: EncodedPair, where: Sequence[int]) -> dict[int, int] | None:

@@ -1,0 +1,55 @@
+"""What must hold of a live model in every pass, since a user can change it between two.
+
+Checked when a model is loaded and again before each forward pass: it is in eval mode (dropout would make every number
+random), and nothing of it is compiled, traced or scripted (hooks and a registered attention function are then left out
+without a word).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvnotes_interp.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def require(hf: nn.Module) -> None:
+    """Raise UnsupportedError, naming the module and what to do, where a pass could not be trusted."""
+    stack: list[tuple[str, nn.Module]] = [("", hf)]
+    while stack:
+        name, module = stack.pop()
+        about = module.__dict__
+        if about.get("training"):
+            _refuse(
+                hf, name, module, "is in training mode: dropout would make every number random. Call model.hf.eval()"
+            )
+        if about.get("_compiled_call_impl") is not None or _is_compiled(module, about):
+            _refuse(
+                hf,
+                name,
+                module,
+                "is compiled, traced or scripted, and what is compiled runs past hooks and past the attention function "
+                "that edits and records. Use the model as it was before torch.compile, or load it again",
+            )
+        stack += [
+            (f"{name}.{child}".lstrip("."), part) for child, part in about["_modules"].items() if part is not None
+        ]
+
+
+def _is_compiled(module: nn.Module, about: dict[str, object]) -> bool:
+    own = about.get("forward")
+    return (
+        isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule)
+        or type(module).__name__ == "OptimizedModule"
+        or (own is not None and hasattr(own, "_torchdynamo_orig_callable"))
+        or hasattr(type(module).forward, "_torchdynamo_orig_callable")
+    )
+
+
+def _refuse(hf: nn.Module, name: str, module: nn.Module, why: str) -> None:
+    here = f"{type(hf).__name__}: " + (f"{name} ({type(module).__name__})" if module is not hf else "the model")
+    raise UnsupportedError(f"{here} {why}.")
