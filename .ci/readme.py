@@ -26,7 +26,7 @@ def environment() -> dict[str, str]:
         "PATH": os.pathsep.join([str(venv / "bin"), os.environ["PATH"]]),
         "VIRTUAL_ENV": str(venv),
         "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
-        "DEMO_N": os.environ.get("DEMO_N", "4"),
+        "DEMO_N": os.environ.get("DEMO_N", "2"),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
 

@@ -136,6 +136,64 @@ def test_the_readmes_steps_come_in_its_order() -> None:
     assert sum(step.language == "python" for step in found) >= 2
 
 
+FAKE = """#!/bin/sh
+echo "$(basename "$0") $1 n=$DEMO_N $(basename "$PIP_CONSTRAINT")" >> "$LOG"
+[ "$(basename "$0") $1" != "$FAILS" ]
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with the README and what runs its commands, and commands that only write down that they were run."""
+    root = tmp_path / "clone"
+    for name in (".ci/readme.py", "tests/readme.py", "README.md"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text((ROOT / name).read_text(encoding="utf-8"), encoding="utf-8")
+    for name in ("make", "pip", "kvprobe", "python"):
+        path = root / ".venv" / "bin" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(FAKE)
+        path.chmod(0o755)
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    for words in (["init", "-q"], ["add", "-f", "."], [*identity, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *words], cwd=root, check=True, capture_output=True)
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("FAILS", "")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    return root
+
+
+def typed(clone: Path) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    done = subprocess.run([sys.executable, str(clone / ".ci" / "readme.py")], capture_output=True, text=True)
+    return done, (clone.parent / "log").read_text().splitlines()
+
+
+def test_every_command_is_run_in_order_with_the_pinned_versions(clone: Path) -> None:
+    done, log = typed(clone)
+    assert done.returncode == 0, done.stderr
+    assert "every command ran" in done.stdout
+    assert [line.split()[0] for line in log[:4]] == ["make", "pip", "python", "kvprobe"]
+    told = readme.commands((ROOT / "README.md").read_text(encoding="utf-8"))
+    assert [line.split()[:2] for line in log if line[:6] != "python"] == [words[:2] for words in told]
+    assert all(line.endswith("n=2 constraints.txt") for line in log)
+    assert done.stdout.count("\n# ") == len(log)  # each with its time
+
+
+def test_the_first_command_that_fails_stops_it(clone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAILS", "kvprobe patch")
+    done, log = typed(clone)
+    assert done.returncode == 1
+    assert "'kvprobe patch --task pronoun" in done.stderr
+    assert len(log) == 4
+
+
+def test_files_that_git_would_add_fail_it(clone: Path) -> None:
+    (clone / ".venv" / "bin" / "pip").write_text(FAKE + "touch left.txt\n")
+    done, _ = typed(clone)
+    assert done.returncode == 1
+    assert "left.txt" in done.stderr
+
+
 def test_continuous_integration_runs_them_before_the_tests() -> None:
     lines = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and line[0] != "#"]
     assert [line.split()[-1] for line in lines if "readme.py" in line or line.startswith("make")] == [

@@ -26,10 +26,10 @@ NUMBERS = ["mean", "low", "high", "n", "n_effective"]
 Shown = Iterator[tuple[str, pd.Series]]  # quantity of the summary, row of the picture's table
 
 
-def _patch() -> Result:
+def _patch(**options: Any) -> Result:
     model = kv.load("organism:mixed")
     pairs = kv.tasks.load("signal", n=8, seed=SEED)
-    return kv.probes.local_patching(model, pairs, seed=SEED, map_pairs=1, progress=False)
+    return kv.probes.local_patching(model, pairs, seed=SEED, map_pairs=1, progress=False, **options)
 
 
 def _suffix() -> Result:
@@ -87,6 +87,7 @@ def _survive() -> Result:
 
 MADE: dict[str, Callable[[], Result]] = {
     "patch": _patch,
+    "joined": lambda: _patch(operator="no_recompute", views=("region", "random"), parts=("kv",)),
     "suffix": _suffix,
     "ablate": _ablate,
     "linear": _linear,
@@ -119,6 +120,12 @@ def states(result: Result) -> Shown:
     for row in _rows(result, "states"):
         suffix = "" if row["part"] == "kv" else f"_{row['part']}"
         yield ("random_site" if row["site"] == "random" else f"{row['site']}{suffix}"), row
+
+
+def regions(result: Result) -> Shown:
+    """The summary of a run with an operator has what each region recovers alone."""
+    for row in _rows(result, "regions"):
+        yield f"region_{row['site']}", row
 
 
 def concentration(result: Result) -> Shown:
@@ -224,6 +231,8 @@ def survival(result: Result) -> Shown:
 
 SHOWN: list[tuple[str, Callable[[Result], Shown], int]] = [  # run, picture, quantities at least
     ("patch", states, 10),
+    ("joined", states, 4),
+    ("joined", regions, 3),
     ("suffix", concentration, 5),
     ("suffix", windows, 2),
     ("ablate", states, 2),
