@@ -34,6 +34,26 @@ if TYPE_CHECKING:
 NAME = "rotary angles are those declared"
 LIMIT = 1e-4  # relative; float32 frequencies are within 1e-6, and bfloat16 ones are 4e-3 off
 FACTORS = "frequency_factors"  # our own key in `rope_parameters`: what a GGUF file divides each frequency by
+_ALWAYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "mrope_section",
+    "mrope_interleaved",
+    "finetuned",
+}
+_SCALED = _ALWAYS | {"factor", "original_max_position_embeddings"}
+# rope_type -> the keys of `rope_parameters` that mean something to it (or nothing at all)
+KNOWN: dict[str, set[str]] = {
+    "default": _ALWAYS | {"original_max_position_embeddings"},
+    "linear": _SCALED,
+    "dynamic": _SCALED,
+    "proportional": _SCALED,
+    "llama3": _SCALED | {"low_freq_factor", "high_freq_factor"},
+    "yarn": _SCALED | {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
+    "longrope": _SCALED | {"attention_factor", "short_factor", "long_factor", "short_mscale", "long_mscale"},
+}
 _FAR = 100  # a second position, at which a module that changes its frequencies with length would differ
 
 

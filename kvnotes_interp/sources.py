@@ -31,6 +31,7 @@ from kvnotes_interp.registry import (
     Wheel,
     resolve,
 )
+from kvnotes_interp.shapes import refuse_quantised, shape_of_config
 
 if TYPE_CHECKING:
     import torch
@@ -66,31 +67,6 @@ _DTYPES = {
 }
 
 
-def shape_of_config(config: Any) -> ModelShape:
-    """Read the shape off a transformers config; parameters are counted on the meta device, without memory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    text = config.get_text_config()
-    heads, width = text.num_attention_heads, text.hidden_size
-    with torch.device("meta"):
-        n_params = sum(p.numel() for p in AutoModelForCausalLM.from_config(text).parameters())
-    inner = next(
-        (v for key in ("intermediate_size", "n_inner", "ffn_dim") if (v := getattr(text, key, None))),
-        4 * width,
-    )
-    return ModelShape(
-        n_layers=text.num_hidden_layers,
-        n_heads=heads,
-        n_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        d_head=getattr(text, "head_dim", None) or width // heads,
-        d_model=width,
-        d_mlp=inner,
-        vocab=text.vocab_size,
-        n_params=n_params,
-    )
-
-
 def shape_of(name: Any, revision: str | None = None) -> ModelShape:
     """The shape of a model without its weights: from the registry, a config on disk or hub, or a live model.
 
@@ -104,17 +80,15 @@ def shape_of(name: Any, revision: str | None = None) -> ModelShape:
         return plan.alias.shape
     if plan.kind == "organism":
         return shape_of_config(organisms.build(plan.name)[0].config)
-    from transformers import AutoConfig
-
-    from kvnotes_interp import downloads, gguf_file
+    from kvnotes_interp import downloads, folder_file, gguf_file
 
     if plan.path is not None:
         path = _existing(plan.path, plan.kind)
         if plan.kind == "gguf":
             return shape_of_config(gguf_file.config_of(gguf_file.read_header(path)))
-        return shape_of_config(AutoConfig.from_pretrained(path))
+        return shape_of_config(folder_file.config_of(path, plan.name))
     folder = downloads.snapshot(plan.repo, plan.revision, patterns=["config.json"], reachable=hub_reachable)
-    return shape_of_config(AutoConfig.from_pretrained(folder))
+    return shape_of_config(folder_file.config_of(folder, plan.name))
 
 
 def local_tokenizer(name: str) -> Any:
@@ -191,8 +165,10 @@ def fetch(
             weight.data = weight.data.to(load["dtype"])
         source = ModelSource(plan.name, "organism", note=note)
     else:
+        from kvnotes_interp import folder_file
+
         folder, source = _locate(plan, trust_remote_code)
-        hf, own = _load_folder(folder, plan.name, load, tokenizer=tokenizer is None)
+        hf, own = folder_file.load(folder, plan.name, load, tokenizer=tokenizer is None)
     return hf, _tokenizer(own if tokenizer is None else tokenizer, plan.name), source
 
 
@@ -250,21 +226,6 @@ def _locate(plan: Plan, trust_remote_code: bool) -> tuple[Path, ModelSource]:
     return folder, ModelSource(plan.name, "hub", repo=plan.repo, revision=commit)
 
 
-def _load_folder(folder: Path, name: str, load: dict[str, Any], *, tokenizer: bool) -> tuple[Any, Any]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    trust = {"trust_remote_code": load["trust_remote_code"]}
-    try:
-        config = AutoConfig.from_pretrained(folder, **trust)
-        _refuse_quantised(config, name)
-        own = AutoTokenizer.from_pretrained(folder, **trust) if tokenizer else None
-        with quiet_bars():
-            hf = AutoModelForCausalLM.from_pretrained(folder, config=config, use_safetensors=True, **load)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f'Could not load "{name}" from {folder}: {error}') from error
-    return hf.eval().requires_grad_(False), own
-
-
 def _live(hf: Any, tokenizer: Any, **options: Any) -> tuple[Any, Any, ModelSource]:
     from transformers import PreTrainedModel
 
@@ -272,6 +233,8 @@ def _live(hf: Any, tokenizer: Any, **options: Any) -> tuple[Any, Any, ModelSourc
         from kvnotes_interp.adapters import lens
 
         hf, tokenizer = lens.unwrapped(hf, tokenizer)
+    elif type(hf).__module__.startswith("peft."):
+        hf = _adapted(hf)
     if not isinstance(hf, PreTrainedModel):
         raise InputError(
             f"Cannot load a model from {type(hf).__name__}: give a name, a path, a transformers PreTrainedModel, "
@@ -283,7 +246,7 @@ def _live(hf: Any, tokenizer: Any, **options: Any) -> tuple[Any, Any, ModelSourc
             f"A live model is used as it is, so leave out {', '.join(given)}: set them when you load the model."
         )
     name = hf.config.name_or_path or type(hf).__name__
-    _refuse_quantised(hf.config, name, hf)
+    refuse_quantised(hf.config, name, hf)
     commit = getattr(hf.config, "_commit_hash", None) or ""
     return (
         hf,
@@ -292,18 +255,16 @@ def _live(hf: Any, tokenizer: Any, **options: Any) -> tuple[Any, Any, ModelSourc
     )
 
 
-def _refuse_quantised(config: Any, name: str, hf: Any = None) -> None:
-    found = getattr(config, "quantization_config", None)
-    if not found and not getattr(hf, "is_quantized", False):
-        return
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    method = getattr(method, "value", method) or "unknown"
-    raise UnsupportedError(
-        f'"{name}" is quantised ({method}), and caches of quantised models are not supported: their rounding '
-        "differs between "
-        "batch shapes, which breaks the controls. Load the model without quantization_config, for instance "
-        "in bfloat16."
-    )
+def _adapted(hf: Any) -> Any:
+    """The model inside a PeftModel, its adapter layers in place. Raises UnsupportedError where none are in it."""
+    config = getattr(hf, "active_peft_config", None)
+    if config is None or getattr(config, "is_prompt_learning", False):
+        kind = getattr(getattr(config, "peft_type", None), "value", "unknown")
+        raise UnsupportedError(
+            f"{type(hf).__name__} holds an adapter of the kind {kind}, which is no part of the layers and would be "
+            "left out: only adapters inside the layers (such as LoRA) are supported."
+        )
+    return hf.get_base_model()
 
 
 def _tokenizer(given: Any, name: str) -> Any:
@@ -358,6 +319,11 @@ def _existing(path: Path | None, kind: str) -> Path:
     if not path.is_dir():
         raise InputError(f"There is no folder {path}.")
     if not (path / "config.json").is_file():
+        if (path / "adapter_config.json").is_file():
+            raise InputError(
+                f"The folder {path} holds an adapter and no model: merge it into its base model "
+                "(`merge_and_unload()`) and save that, or load both yourself and pass the live model."
+            )
         inside = ", ".join(sorted(p.name for p in path.glob("*.gguf"))[:3])
         hint = f" It holds {inside}: give the path of that file." if inside else " Is it written by save_pretrained()?"
         raise InputError(f"The folder {path} has no config.json.{hint}")
