@@ -13,6 +13,7 @@ from kvnotes_interp.cli import compile, library, probes, stream, training
 from kvnotes_interp.cli.app import app
 from kvnotes_interp.cli.printing import say
 from kvnotes_interp.errors import KVNotesError
+from kvnotes_interp.files import check_text
 
 __all__ = ["app", "compile", "library", "main", "probes", "stream", "training"]
 
@@ -20,6 +21,8 @@ __all__ = ["app", "compile", "library", "main", "probes", "stream", "training"]
 def main() -> None:
     """Entry point: errors raised on purpose become one message on standard error and an exit code."""
     try:
+        for number, word in enumerate(sys.argv[1:], 1):
+            check_text(word, f"word {number} of the command line")
         app()
     except KVNotesError as error:
         say(f"error: {error}")

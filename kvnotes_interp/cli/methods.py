@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kvnotes_interp.cli import options as opt
-from kvnotes_interp.errors import InputError
+from kvnotes_interp.errors import InputError, nearest
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -32,11 +32,19 @@ OWN = {
 
 
 def checked(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of the options that are this kind's own. Raises InputError on a kind or a word that there is not."""
+    """The values of the options that are this kind's own, lists read. Raises InputError on what there is not."""
     opt.choice("KIND", kind, KINDS)
     for name, words in (("backward", BACKWARD), ("outputs", OUTPUTS), ("init", INITS)):
         opt.choice(f"--{name}", given[name], words)
-    return {name: given[name] for name in OWN[kind]}
+    own = {name: given[name] for name in OWN[kind]}
+    if "targets" in own:
+        own["targets"] = opt.words("--targets", own["targets"], opt.TARGETS, none=False)
+    if "ratios" in own:
+        two = "4,16"
+        own["ratios"] = opt.numbers("--ratios", own["ratios"], float, above=1, such_as=two, again=True)
+        if len(own["ratios"]) != 2 or own["ratios"][0] > own["ratios"][1]:
+            raise InputError(f"--ratios {given['ratios']!r}: write the lowest and the highest, such as {two}.")
+    return own
 
 
 def parts_of(task: str, docs: str, given: Sequence[str] | None) -> list[Part]:
@@ -47,13 +55,18 @@ def parts_of(task: str, docs: str, given: Sequence[str] | None) -> list[Part]:
     from kvnotes_interp import tasks
 
     known = (*tasks.documents.names(), *tasks.documents.names_from_files())
-    names = [word.strip() for word in task.split(",")]
-    for name in names:
+
+    def document_task(name: str) -> str:
         if name not in known:
-            raise InputError(f'--task "{name}": training needs a document task; use {", ".join(known)}.')
+            raise InputError(
+                f'--task "{name}": training needs a document task; use {", ".join(known)}.{nearest(name, known)}'
+            )
+        return name
+
+    names = opt.read_list("--task", task, document_task, such_as="biography,gated", again=True)
     if len(set(names)) < len(names):
         raise InputError(f"--task {task!r} names a task twice: every one has an equal part of the questions.")
-    numbers = opt.numbers("--docs", docs, int) or None
+    numbers = opt.numbers("--docs", docs, int, least=1, such_as="2,3,5", empty=True) or None
     values = opt.task_options(list(given or ()))
     common = {option: value for option, value in values.items() if "." not in option}
     options: dict[str, dict[str, Any]] = {name: dict(common) for name in names}
@@ -77,12 +90,9 @@ def method_of(kind: str, model: Model, *, seed: int, **own: Any) -> Method:
         from kvnotes_interp.operators.writer import new_writer
         from kvnotes_interp.training import Writing
 
-        targets = tuple(word.strip() for word in own["targets"].split(","))
-        writer = new_writer(model, kind, seed=seed, **{**taken(WRITER_OPTIONS), "targets": targets})  # type: ignore[arg-type]
+        writer = new_writer(model, kind, seed=seed, **taken(WRITER_OPTIONS))  # type: ignore[arg-type]
         return Writing(model, writer, checkpointing=own["checkpointing"])
-    limits = opt.numbers("--ratios", own["ratios"], float)
-    if len(limits) != 2:
-        raise InputError(f"--ratios {own['ratios']!r}: write the lowest and the highest, such as 4,16.")
+    limits = own["ratios"]
     if kind == "still":
         from kvnotes_interp.operators.still import StillSettings, new_still
         from kvnotes_interp.training import Compacting

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.files import check_text, parse_json
 
 # As in sites.py and probes/patching.py, which cannot be asked without importing torch; a test holds them together.
 PARTS = ("kv", "k", "v")
@@ -33,6 +37,10 @@ RANKINGS = (
     "random",
     "profiled",
 )
+WORDINGS = ("bare", "tagged", "override", "aggressive", "restate")
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+_WHOLE, _DECIMAL = re.compile(r"[+-]?[0-9]+"), re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 _MODEL, _PAIRS, _SITES, _EDITS, _RUN = "Model", "Pairs", "Sites", "Edits", "Run"  # panels of --help
 
@@ -159,35 +167,150 @@ Quiet = Annotated[bool, _option(_RUN, "No progress bar.", "--quiet")]
 
 
 def task_options(given: list[str] | None) -> dict[str, Any]:
-    """`name=value` pairs as keyword arguments of the family; values are JSON where they can be."""
+    """`name=value` pairs as keyword arguments of the family; values are JSON where they can be.
+
+    Raises InputError for an item without a name or a value, a name that is given twice, and text no tokenizer reads.
+    """
     out: dict[str, Any] = {}
     for item in given or ():
-        name, equals, value = item.partition("=")
-        if not equals:
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not name:
             raise InputError(f"--task-option {item!r}: write name=value, for instance fillers=10.")
+        if name in out:
+            raise InputError(f"--task-option {item!r}: {name} is given twice. Keep one.")
         try:
-            out[name] = json.loads(value)
-        except json.JSONDecodeError:
-            out[name] = value
+            json.loads(value)
+        except ValueError:
+            out[name] = check_text(value, f"--task-option {name}")
+        else:
+            out[name] = parse_json(value, f"--task-option {name}")
     return out
 
 
-def words(option: str, text: str, choices: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of a comma-separated list, every one a choice; `all` and `none` stand for what they say."""
-    if text in ("all", "none"):
-        return choices if text == "all" else ()
-    words = tuple(word.strip() for word in text.split(",") if word.strip())
-    for word in words:
-        choice(option, word, choices)
-    return words
+def read_list(
+    option: str, text: str, read: Callable[[str], Any], *, such_as: str, empty: bool = False, again: bool = False
+) -> tuple[Any, ...]:
+    """Every item of a comma-separated list, `read` without the blanks around it: the one reader of all such options.
+
+    Args:
+        read: an item's text to its value. Raises ValueError with what is wrong; an InputError goes through as it is.
+        such_as: a right value, for messages. empty: whether no item is one, too.
+        again: whether an item may stand twice.
+
+    Raises InputError that names the option, the value and what to write: for no item, an empty one, a repeated one,
+    and what `read` refuses.
+    """
+    words = [word.strip() for word in check_text(text, option).split(",")]
+    if words == [""]:
+        if empty:
+            return ()
+        raise InputError(f"{option} {text!r} is empty: write at least one, such as {such_as}.")
+    found: list[Any] = []
+    for place, word in enumerate(words, 1):
+        if not word:
+            raise InputError(f"{option} {text!r}: item {place} is empty; write one comma between two, as in {such_as}.")
+        try:
+            value = read(word)
+        except InputError as error:
+            raise error if option in str(error) else InputError(f"{option} {text!r}: {error}") from error
+        except ValueError as error:
+            like = f"write numbers with commas between them, such as {such_as}"
+            raise InputError(f"{option} {text!r}: {like}; {word!r} {error}.") from error
+        if value in found and not again:
+            raise InputError(f"{option} {text!r}: {word!r} stands twice. Keep one.")
+        found.append(value)
+    return tuple(found)
 
 
-def numbers(option: str, text: str, kind: type[int] | type[float]) -> tuple[Any, ...]:
-    """The numbers of a comma-separated list. Raises InputError on anything else."""
+def words(option: str, text: str, choices: tuple[str, ...], *, none: bool = True) -> tuple[str, ...]:
+    """The words of a list, every one a choice; `all`, and `none` where that is allowed, stand for what they say."""
+    if text.strip() == "all":
+        return choices
+    if none and text.strip() == "none":
+        return ()
+    return read_list(option, text, lambda word: choice(option, word, choices), such_as=f"all, or {choices[0]}")
+
+
+def numbers(
+    option: str,
+    text: str,
+    kind: type[int] | type[float],
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float = math.inf,
+    such_as: str = "1,2,4",
+    **more: bool,
+) -> tuple[Any, ...]:
+    """The numbers of a list, each at least `least`, or above `above`, and at most `most`; `more` as in `read_list`."""
+    return read_list(
+        option, text, lambda word: number(word, kind, least=least, above=above, most=most), such_as=such_as, **more
+    )
+
+
+def number(
+    word: str,
+    kind: type[int] | type[float],
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float = math.inf,
+) -> Any:
+    """The number that `word` writes. Raises ValueError that says what it is not."""
+    if not (_WHOLE if kind is int else _DECIMAL).fullmatch(word):
+        raise ValueError("is no whole number" if kind is int else "is no number")
+    value = kind(word)
+    if (least is not None and value < least) or (above is not None and value <= above) or value > most:
+        low = f"at least {least:g}" if least is not None else f"above {above:g}" if above is not None else ""
+        raise ValueError("must be " + " and ".join(filter(None, (low, f"at most {most:g}" if most < math.inf else ""))))
+    if value in (math.inf, -math.inf):
+        raise ValueError("is too large")
+    return value
+
+
+def layers(option: str, text: str) -> str | tuple[int, ...] | None:
+    """ "all", numbers from 0, or None for an empty text."""
+    return "all" if text.strip() == "all" else numbers(option, text, int, least=0, empty=True) or None
+
+
+def shares(option: str, text: str) -> tuple[float, ...]:
+    """Parts of a whole: above 0, at most 1."""
+    return numbers(option, text, float, above=0, most=1, such_as="0.15,0.5")
+
+
+def tokens(word: str) -> int | str:
+    """A number of tokens from 0, or "all". Raises ValueError."""
+    return word if word == "all" else number(word, int, least=0)
+
+
+def operators(option: str, text: str) -> tuple[str, ...]:
+    """Operators of a list, each NAME or NAME@VALUE."""
+    from kvnotes_interp import operators as known
+
+    return read_list(option, text, lambda word: known.find(word).name, such_as="no_recompute,splice@8")
+
+
+def compactors(option: str, text: str) -> tuple[str, ...]:
+    """Compactors of a list, each NAME or NAME@VALUE."""
+    from kvnotes_interp.operators import eviction
+
+    return read_list(option, text, lambda word: eviction.find(word).name, such_as="streaming,snapkv")
+
+
+def wording(option: str, word: str) -> str:
+    """One of WORDINGS, or a text with {value}, and {label} if it likes. Raises InputError for another."""
+    if word in WORDINGS:
+        return word
     try:
-        return tuple(kind(word) for word in text.split(",") if word.strip())
-    except ValueError as error:
-        raise InputError(f"{option} {text!r}: write numbers with commas between them, such as 1,2,4.") from error
+        filled = "{value}" in check_text(word, option) and word.format(label="", value="") is not None
+    except (LookupError, ValueError, AttributeError):
+        filled = False
+    if not filled:
+        raise InputError(
+            f"{option} {word!r}: choose from {', '.join(WORDINGS)}, or write a text with {{value}} (and {{label}})."
+            f"{nearest(word, WORDINGS)}"
+        )
+    return word
 
 
 def choice(option: str, word: str, choices: tuple[str, ...]) -> str:

@@ -92,7 +92,7 @@ def patch(
 ) -> dict[str, Any]:
     """Local patching: field against everything after it, by position, layer and region."""
     return {
-        "parts": opt.words("--parts", parts, opt.PARTS),
+        "parts": opt.words("--parts", parts, opt.PARTS, none=False),
         "views": opt.words("--views", views, opt.VIEWS),
         "draws": draws,
         "map_pairs": map_pairs,
@@ -134,9 +134,9 @@ def linear(
 ) -> dict[str, Any]:
     """Linear probes: where the conclusion can be read, held out by content, and whether it is used."""
     return {
-        "features": opt.words("--features", features, opt.FEATURES),
-        "classifiers": opt.words("--classifiers", classifiers, opt.CLASSIFIERS),
-        "layers": layers if layers == "all" else opt.numbers("--layers", layers, int) or None,
+        "features": opt.words("--features", features, opt.FEATURES, none=False),
+        "classifiers": opt.words("--classifiers", classifiers, opt.CLASSIFIERS, none=False),
+        "layers": opt.layers("--layers", layers),
         "folds": folds,
         "draws": draws,
         "direction_pairs": direction_pairs,
@@ -155,11 +155,11 @@ def ablate(
 ) -> dict[str, Any]:
     """Circuit ablation: which heads write the note and which read it."""
     return {
-        "analyses": opt.words("--analyses", analyses, opt.ANALYSES),
-        "ks": opt.numbers("--ks", ks, int),
+        "analyses": opt.words("--analyses", analyses, opt.ANALYSES, none=False),
+        "ks": opt.numbers("--ks", ks, int, least=1),
         "notes": notes,
         "draws": draws,
-        "ablations": opt.words("--ablations", ablations, opt.ABLATIONS),
+        "ablations": opt.words("--ablations", ablations, opt.ABLATIONS, none=False),
         "grid_pairs": grid_pairs,
     }
 
@@ -172,7 +172,7 @@ def deviate(
 ) -> dict[str, Any]:
     """Attention deviation: how reused blocks are read, edge against interior. Pairs or document questions."""
     return {
-        "operators": tuple(word.strip() for word in operators.split(",")),
+        "operators": opt.operators("--operators", operators),
         "rows": opt.choice("--rows", rows, opt.ROWS),
         "bins": bins,
     }
@@ -187,20 +187,21 @@ def splice(
 ) -> dict[str, Any]:
     """Splice: answers, distances and cost of caches composed from chunks. Document questions."""
     return {
-        "operators": tuple(word.strip() for word in operators.split(",")),
-        "documents": opt.numbers("--documents", documents, int),
-        "shares": opt.numbers("--shares", shares, float),
-        "seam_repair": opt.numbers("--seam-repair", seam_repair, int),
+        "operators": opt.operators("--operators", operators),
+        "documents": opt.numbers("--documents", documents, int, least=1),
+        "shares": opt.shares("--shares", shares),
+        "seam_repair": opt.read_list("--seam-repair", seam_repair, opt.tokens, such_as="1,4,16"),
     }
 
 
 @probe_command("edit_in_splice", n=16)
 def keystone(ks: opt.KeystoneKs = "8,32", draws: opt.Draws = 3, seam_repair: opt.OneSeam = "0") -> dict[str, Any]:
     """Keystone: does an edit inside a spliced skill do what it does inside a recomputed one?"""
-    if seam_repair != "all" and not seam_repair.isdecimal():
-        raise InputError(f"--seam-repair {seam_repair!r}: write a number of tokens, or all.")
-    tokens = "all" if seam_repair == "all" else int(seam_repair)
-    return {"ks": opt.numbers("--ks", ks, int), "draws": draws, "seam_repair": tokens}
+    try:
+        tokens = opt.tokens(seam_repair.strip())
+    except ValueError as error:
+        raise InputError(f"--seam-repair {seam_repair!r} {error}: write a number of tokens, or all.") from error
+    return {"ks": opt.numbers("--ks", ks, int, least=1), "draws": draws, "seam_repair": tokens}
 
 
 @probe_command("edit_frontier")
@@ -215,10 +216,12 @@ def edit(
 ) -> dict[str, Any]:
     """Edits of the cache: errata, recomputes and their bounds, with what each costs."""
     return {
-        "ks": opt.numbers("--ks", ks, int),
+        "ks": opt.numbers("--ks", ks, int, least=1),
         "rankings": opt.words("--rankings", rankings, opt.RANKINGS),
-        "wordings": tuple(wordings.split(",")),
-        "shares": opt.numbers("--shares", shares, float),
+        "wordings": opt.read_list(
+            "--wordings", wordings, lambda word: opt.wording("--wordings", word), such_as="override,bare"
+        ),
+        "shares": opt.shares("--shares", shares),
         "thought_tokens": thought_tokens,
         "temperature": temperature,
         "turns": turns,
@@ -241,7 +244,7 @@ def compact(
     """Compaction: answers from compact caches, against the full one, and what they cost. Document questions."""
     return {
         **_compacting(compactors, ratios, sliding),
-        "passes": opt.numbers("--passes", passes, int),
+        "passes": opt.numbers("--passes", passes, int, least=1),
         "iterative": iterative,
         "chunk": chunk,
         "budget": budget,
@@ -260,20 +263,15 @@ def survive(
     draws: opt.LinearDraws = 2,
 ) -> dict[str, Any]:
     """What survives compaction: decisions, edits, notes against facts. --task may name several families."""
-    return {**_compacting(compactors, ratios, sliding), "wording": wording, "draws": draws}
+    return {**_compacting(compactors, ratios, sliding), "wording": opt.wording("--wording", wording), "draws": draws}
 
 
 def _compacting(compactors: str, ratios: str, sliding: str) -> dict[str, Any]:
-    from kvnotes_interp.operators import eviction
-
-    names = tuple(word.strip() for word in compactors.split(",") if word.strip())
-    for name in names:
-        eviction.find(name)
-    chosen = {
-        "ratios": opt.numbers("--ratios", ratios, float),
+    return {
+        "compactors": opt.compactors("--compactors", compactors),
+        "ratios": opt.numbers("--ratios", ratios, float, above=1, such_as="2,4,8"),
         "sliding": opt.choice("--sliding", sliding, opt.SLIDING),
     }
-    return {"compactors": names, **chosen}
 
 
 def _making(operator: str | None, blocks: str, tail: str) -> dict[str, Any]:
@@ -297,9 +295,10 @@ def run_probe(probe: str, options: dict[str, Any], given: SimpleNamespace) -> No
         raise InputError(f'--task "{given.task}": {asks} answers document questions; use {", ".join(documents)}.')
     if probe == "splice_quality":  # every question must hold as many documents as the largest number asked for
         chosen.setdefault("documents", max(options["documents"]))
-    names = given.task.split(",") if probe == "compaction_survival" else [given.task]
+    several = probe == "compaction_survival"
+    names = opt.read_list("--task", given.task, str, such_as="gate,badge") if several else (given.task,)
     drawn = {"n": given.n, "seed": given.seed, "split": given.split, **chosen}
-    items: Any = [item for name in names for item in library.load_items(name.strip(), **drawn)]
+    items: Any = [item for name in names for item in library.load_items(name, **drawn)]
     where = {"device": given.device, "dtype": given.dtype, "revision": given.revision}
     if options.pop("dry_run", False):
         from kvnotes_interp import dryrun

@@ -14,7 +14,7 @@ from kvnotes_interp.cli.printing import emit, say
 from kvnotes_interp.cli.probes import check_run
 from kvnotes_interp.errors import InputError
 
-TARGETS = "q_proj,k_proj,v_proj,o_proj"
+TARGETS = ",".join(opt.TARGETS)
 
 # Panels of --help.
 _QUESTIONS, _WRITER, _COMPACTOR, _TRAINING, _RUN = "Questions", "Writer", "Compactor", "Training", "Run"

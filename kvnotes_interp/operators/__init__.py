@@ -210,7 +210,9 @@ def find(name: str) -> Operator:
     if not option:
         raise InputError(f"operator {name!r}: {base} has no option to set; write {base}.")
     return replace(
-        found, name=name, options={**found.options, option: value if option == "adapter" else _value(name, value)}
+        found,
+        name=name,
+        options={**found.options, option: value if option == "adapter" else _value(name, option, value)},
     )
 
 
@@ -229,13 +231,18 @@ def adapters(operators: Mapping[str, Any]) -> dict[str, str]:
     return {label: adapter_sha256(one.adapter) for label, one in learned.items()}
 
 
-def _value(name: str, text: str) -> int | float | str:
-    if text == "all":
+def _value(name: str, option: str, text: str) -> int | float | str:
+    """A share from 0 to 1, or a number of tokens from 0 ("all": every one). Raises InputError for another."""
+    if text == "all" and option == "seam_repair":
         return text
+    right = "a share from 0 to 1" if option == "share" else "a whole number of tokens from 0, or all"
     try:
-        return float(text) if "." in text or "e" in text else int(text)
+        value = float(text) if "." in text or "e" in text else int(text)
     except ValueError:
-        raise InputError(f"operator {name!r}: {text!r} is no number; write a share such as 0.15, or tokens.") from None
+        raise InputError(f"operator {name!r}, {option}={text!r}: {text!r} is no number; write {right}.") from None
+    if not (0 <= value <= 1 if option == "share" else isinstance(value, int) and value >= 0):
+        raise InputError(f"operator {name!r}, {option}={value!r}: out of range; write {right}.")
+    return value
 
 
 def __getattr__(name: str) -> Any:

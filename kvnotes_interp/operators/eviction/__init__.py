@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ class Compactor:
         module, function: where it is defined, relative to `kvnotes_interp.operators`.
         about: one line. source: the paper, where there is one.
         setting: the option that NAME@VALUE sets, or an empty string. options: those that this name stands for.
+        number: int or float, where that option is a number; it is told here, so that asking imports nothing heavy.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Compactor:
     source: str = ""
     setting: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    number: type[int] | type[float] | None = None
 
     def __call__(self, model: Model, cache: Cache, *, budget: Budget, **options: Any) -> Compacted:
         """Run it; `options` go on top of the name's own."""
@@ -56,14 +59,16 @@ class Compactor:
         return option in inspect.signature(self._implementation).parameters
 
     def value(self, text: str) -> Any:
-        """What NAME@`text` sets the option to: a number where its default is one, else the text."""
-        kind = type(inspect.signature(self._implementation).parameters[self.setting].default)
-        if kind not in (int, float):
+        """What NAME@`text` sets the option to: a number where it is one, else the text. Raises InputError."""
+        if self.number is None:
             return text
         try:
-            return kind(text)
+            value = self.number(text)
         except ValueError:
-            raise InputError(f"compactor {self.name}@{text}: {self.setting} is a number, not {text!r}.") from None
+            value = None
+        if value is None or not 0 <= value < math.inf:
+            raise InputError(f"compactor {self.name}@{text}: {self.setting} is a number from 0, not {text!r}.")
+        return value
 
     @property
     def _implementation(self) -> Callable[..., Compacted]:
@@ -73,7 +78,15 @@ class Compactor:
 COMPACTORS: dict[str, Compactor] = {
     compactor.name: compactor
     for compactor in (
-        Compactor("random", "eviction.random_slots", "random_slots", "slots drawn at random (control)", "", "sinks"),
+        Compactor(
+            "random",
+            "eviction.random_slots",
+            "random_slots",
+            "slots drawn at random (control)",
+            "",
+            "sinks",
+            number=int,
+        ),
         Compactor(
             "streaming",
             "eviction.streaming",
@@ -81,6 +94,7 @@ COMPACTORS: dict[str, Compactor] = {
             "the first slots and the last ones: @sinks",
             "StreamingLLM, arXiv 2309.17453",
             "sinks",
+            number=int,
         ),
         Compactor(
             "key_norm",
@@ -96,6 +110,7 @@ COMPACTORS: dict[str, Compactor] = {
             "slots that drew most attention from all tokens, and recent ones: @recent share",
             "H2O, arXiv 2306.14048",
             "recent",
+            number=float,
         ),
         Compactor(
             "snapkv",
@@ -104,6 +119,7 @@ COMPACTORS: dict[str, Compactor] = {
             "slots that the last tokens attend to, and these tokens: @window",
             "SnapKV, arXiv 2404.14469",
             "window",
+            number=int,
         ),
         Compactor(
             "attention_matching",
@@ -112,6 +128,7 @@ COMPACTORS: dict[str, Compactor] = {
             "keys of highest attention, biases and values fitted to attend as the whole: @references",
             "Attention Matching, arXiv 2602.16284",
             "references",
+            number=int,
         ),
         Compactor(
             "trained_cache",
@@ -120,6 +137,7 @@ COMPACTORS: dict[str, Compactor] = {
             "slots trained on this one context by gradient descent, slow: @steps",
             "Cartridges, arXiv 2506.06266",
             "steps",
+            number=int,
         ),
         Compactor(
             "still",
