@@ -262,7 +262,8 @@ def number(
     value = kind(word)
     if (least is not None and value < least) or (above is not None and value <= above) or value > most:
         low = f"at least {least:g}" if least is not None else f"above {above:g}" if above is not None else ""
-        raise ValueError("must be " + " and ".join(filter(None, (low, f"at most {most:g}" if most < math.inf else ""))))
+        bounds = " and ".join(filter(None, (low, f"at most {most:g}" if most < math.inf else "")))
+        raise ValueError(f"is out of range: give numbers, each {bounds}")
     if value in (math.inf, -math.inf):
         raise ValueError("is too large")
     return value

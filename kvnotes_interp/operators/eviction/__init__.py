@@ -67,7 +67,9 @@ class Compactor:
         except ValueError:
             value = None
         if value is None or not 0 <= value < math.inf:
-            raise InputError(f"compactor {self.name}@{text}: {self.setting} is a number from 0, not {text!r}.")
+            raise InputError(
+                f"compactor {self.name}@{text}: {self.setting} is a number, not {text!r}; give one from 0."
+            )
         return value
 
     @property
