@@ -126,6 +126,15 @@ def attention_write(layer: nn.Module) -> nn.Module:
     return attention_module(layer)
 
 
+def mlp_write(layer: nn.Module) -> nn.Module:
+    """The module whose output, times `residual_scale`, a layer adds to the residual stream on behalf of its MLP."""
+    for name in ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp", "feed_forward", "block_sparse_moe", "moe"):
+        found = getattr(layer, name, None)
+        if isinstance(found, nn.Module):
+            return found
+    raise UnsupportedError(f"{type(layer).__name__}: no MLP found, so what it writes cannot be told apart.")
+
+
 def residual_scale(layer: nn.Module) -> float:
     """What a layer multiplies its writes to the residual stream with (Granite), else 1."""
     return float(getattr(layer, "residual_multiplier", 1.0))

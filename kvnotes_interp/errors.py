@@ -27,6 +27,9 @@ class UnsupportedError(KVNotesError):
     """A model, cache or rotary type is refused by name because its numbers would be wrong."""
 
 
+NOT_FINITE = "not finite"  # how the reason of every NotFiniteError begins
+
+
 class NotFiniteError(UnsupportedError):
     """A pass gave NaN or infinity where a number was asked for. `reason` is short and can be counted."""
 

@@ -123,6 +123,8 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     """What a module was set to: its attributes that are plain values, and digests of those that are tensors."""
     found = {}
     for name, value in vars(module).items():
+        if isinstance(module, torch.jit.ScriptModule):
+            break  # no pass accepts it
         if name in _NO_SETTING or (name.startswith("_") and name not in _PRIVATE_SETTINGS):
             continue
         if isinstance(value, Tensor):
@@ -309,6 +311,5 @@ def items(encoded: Sequence[Any], aside: Sequence[Any] = ()) -> dict[str, str]:
         "field_and_regions": of(
             [p and [p.field, p.regions, p.delimiter, p.anchors, p.documents, p.tail] for p in pairs]
         ),
-        "texts": of([p.pair if p else [e.key, e.content, e.family, e.kind, e.split] for p, e in zip(pairs, encoded)]),
         "excluded": of(list(aside)),
     }

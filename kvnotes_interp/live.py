@@ -7,14 +7,10 @@ without a word).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
+from torch import nn
 
 from kvnotes_interp.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from torch import nn
 
 
 def require(hf: nn.Module) -> None:
@@ -23,7 +19,7 @@ def require(hf: nn.Module) -> None:
     while stack:
         name, module = stack.pop()
         about = module.__dict__
-        if about.get("training"):
+        if about.get("training") and not _is_steady(module):
             _refuse(
                 hf, name, module, "is in training mode: dropout would make every number random. Call model.hf.eval()"
             )
@@ -38,6 +34,14 @@ def require(hf: nn.Module) -> None:
         stack += [
             (f"{name}.{child}".lstrip("."), part) for child, part in about["_modules"].items() if part is not None
         ]
+
+
+def _is_steady(module: nn.Module) -> bool:
+    """Whether training mode changes nothing in this module itself: what an adapter adds comes in training mode."""
+    kind = type(module)
+    if isinstance(module, nn.Dropout):
+        return module.p == 0
+    return kind in (nn.Linear, nn.Identity, nn.ModuleDict, nn.ParameterDict) or kind.__module__.startswith("peft.")
 
 
 def _is_compiled(module: nn.Module, about: dict[str, object]) -> bool:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from jaxtyping import Bool, Float
 
-from kvnotes_interp.errors import InputError
+from kvnotes_interp.errors import NOT_FINITE, InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,6 +50,8 @@ class Competence:
 
         A pair of a control family is always set aside: its answer must not change, so it has no recovery.
         """
+        if not (math.isfinite(old) and math.isfinite(new)):
+            return f"{NOT_FINITE} score"
         if control:
             return "control family: no change of answer is expected"
         if old >= 0 and new <= 0:

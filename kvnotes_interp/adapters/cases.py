@@ -12,7 +12,8 @@ from kvnotes_interp.adapters import parity as checking
 from kvnotes_interp.adapters.traces import HeadEdit, Look, Traced
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.measure import Case, Sweeper
-from kvnotes_interp.probes.run import Session, plan_request
+from kvnotes_interp.probes.request import request_of
+from kvnotes_interp.probes.run import Session
 from kvnotes_interp.sites import Site
 from kvnotes_interp.tasks import EncodedPair, Pair
 
@@ -67,7 +68,7 @@ class TracedSession(Session):
         progress: bool,
     ) -> None:
         engine_options = {"engine": checking.versions("nnsight"), "remote": traced.remote, "rows": traced.rows}
-        request = plan_request(probe, traced.model, pairs, {**options, **vars(competence), **engine_options})
+        request = request_of(probe, traced.model, pairs, {**options, **vars(competence), **engine_options})
         super().__init__(
             traced.model,
             request,

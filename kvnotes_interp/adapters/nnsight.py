@@ -23,7 +23,7 @@ is shared between rows as `engine.sweep` shares it. Use it where the model does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -41,6 +41,7 @@ from kvnotes_interp.errors import InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes import patching
 from kvnotes_interp.probes.measure import Case, check_parts, identity_controls
+from kvnotes_interp.probes.request import pairs_of
 from kvnotes_interp.results import Result
 from kvnotes_interp.sites import Part, Site
 from kvnotes_interp.tasks import EncodedPair, Pair
@@ -53,7 +54,7 @@ PACKAGES = ("nnsight", "transformers")
 
 def local_patching(
     model: Any,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     remote: Remote = False,
     parts: Sequence[Part] = ("kv",),
@@ -82,7 +83,7 @@ def local_patching(
     Raises UnsupportedError when the parity check fails, ControlError when an identity control does.
     """
     parts, views = check_parts(parts), patching._check_views(views)
-    traced = _traced(model, remote, rows)
+    pairs, traced = pairs_of("local_patching", pairs), _traced(model, remote, rows)
     mapped = {pair.key for pair in pairs[:map_pairs]}
     n_layers = traced.model.shape.n_layers
 
@@ -108,7 +109,7 @@ def local_patching(
 
 def head_ablation(
     model: Any,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     ablations: Sequence[str] = ("resample",),
     layers: Sequence[int] | None = None,
@@ -142,7 +143,7 @@ def head_ablation(
     ablation, what the strongest head takes away (an upper bound: it is chosen on the pairs it is measured on) and the
     mean over heads. What this does not show: heads that stand in for one another, and what a head reads.
     """
-    traced = _traced(model, remote, rows)
+    pairs, traced = pairs_of("head_ablation", pairs), _traced(model, remote, rows)
     shape = traced.model.shape
     ablations = check_ablations(ablations)
     chosen = [

@@ -20,7 +20,15 @@ from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import CompactCache
 from kvnotes_interp.engine import edits as checking
 from kvnotes_interp.engine.edits import Edits
-from kvnotes_interp.engine.forward import TokenIds, as_ids, logits_of, places_of, require_finite, rows_for
+from kvnotes_interp.engine.forward import (
+    TokenIds,
+    as_ids,
+    logits_of,
+    places_of,
+    require_finite,
+    require_finite_pass,
+    rows_for,
+)
 from kvnotes_interp.engine.hooks import Hooks
 from kvnotes_interp.errors import InputError, nearest
 
@@ -114,6 +122,8 @@ def capture(
             tuple(k[:, :, n_old:] for k in keys), tuple(v[:, :, n_old:] for v in values), ids, places
         )
 
+    require_finite_pass(model, hidden, grown)
+
     def stacked(found: Mapping[int, Tensor], name: str, n: int) -> Tensor | None:
         if name not in want:
             return None
@@ -137,7 +147,7 @@ def capture(
 
 def answer_logits(model: Model, captured: Captured, answers: Sequence[int]) -> Float[Tensor, "batch answer"]:
     """Logits of the answer tokens after the last new token, in at least float32, on the CPU."""
-    return logits_of(model, captured.hidden[:, -1], answers, cache=captured.cache).cpu()
+    return logits_of(model, captured.hidden[:, -1], answers).cpu()
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvnotes_interp import attention, compat
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import Cache, CompactCache
-from kvnotes_interp.errors import InputError, NotFiniteError
+from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -75,9 +75,11 @@ def prefill(model: Model, token_ids: TokenIds, *, positions: Sequence[int] | Ten
     ids = as_ids(model, token_ids)
     positions = places_of(model, ids, 0, positions)
     fork = compat.new_cache()
-    compat.forward(model.hf, ids, fork, positions)
+    hidden = compat.forward(model.hf, ids, fork, positions)
     keys, values = compat.read_cache(fork)
-    return KVCache(keys, values, ids, positions, model.rope, model.model_id)
+    cache = KVCache(keys, values, ids, positions, model.rope, model.model_id)
+    require_finite_pass(model, hidden, cache)
+    return cache
 
 
 @torch.no_grad()
@@ -95,7 +97,9 @@ def extend(
     ids = rows_for(model, cache, token_ids)
     positions = places_of(model, ids, cache.end, positions)
     hidden, keys, values = run(model, cache, ids, positions, attention.Plan())
-    return cast(C, cache.appended(keys, values, ids, positions)), hidden
+    grown = cast(C, cache.appended(keys, values, ids, positions))
+    require_finite_pass(model, hidden, grown)
+    return grown, hidden
 
 
 def places_of(
@@ -146,20 +150,14 @@ def decide(
     model: Model, cache: Cache, tail: TokenIds, answers: Sequence[int] | None = None
 ) -> Float[Tensor, "batch answer"]:
     """Logits of the answer tokens (None: of all) after `tail` has been run on top of `cache`, in at least float32."""
-    grown, hidden = extend(model, cache, tail)
-    return logits_of(model, hidden[:, -1], answers, cache=grown)
+    _, hidden = extend(model, cache, tail)
+    return logits_of(model, hidden[:, -1], answers)
 
 
 def logits_of(
-    model: Model,
-    hidden: Float[Tensor, "*rows d_model"],
-    answers: Sequence[int] | None = None,
-    *,
-    cache: Cache | None = None,
+    model: Model, hidden: Float[Tensor, "*rows d_model"], answers: Sequence[int] | None = None
 ) -> Float[Tensor, "*rows answer"]:
     """Logits of the answer tokens (None: of all) from final hidden states, in at least float32: every probe's way.
-
-    `cache` is the one that the pass wrote, so that an error can name the first layer that went wrong.
 
     Raises NotFiniteError when a logit is NaN or infinite, InputError for a token that there is not.
     """
@@ -168,9 +166,17 @@ def logits_of(
         index = torch.as_tensor(list(answers), dtype=torch.long)
         check_tokens(model, index, "answers")
     logits = compat.unembed(model.hf, hidden, index)
-    if not _finite(logits):
-        require_finite(logits, model, "the logits", layer=None if cache is None else _culprit(cache))
+    require_finite(logits, model, "the logits")
     return logits
+
+
+def require_finite_pass(model: Model, hidden: Float[Tensor, "batch pos d_model"], cache: Cache) -> None:
+    """Raise NotFiniteError, naming the layer that went wrong first, unless a pass ended in numbers.
+
+    `hidden` are the final states of the new tokens, `cache` what holds them at its end.
+    """
+    if not _finite(hidden):
+        require_finite(hidden, model, "the final hidden states", layer=_culprit(cache, hidden.shape[1]))
 
 
 def require_finite(numbers: Tensor, model: Model, what: str, *, layer: int | None = None) -> None:
@@ -182,18 +188,19 @@ def require_finite(numbers: Tensor, model: Model, what: str, *, layer: int | Non
     wider = {"float16": "bfloat16 or float32", "bfloat16": "float32"}.get(dtype)
     advice = f"Load it in {wider}, in case it overflows." if wider else "Look at its weights, or at what was put there."
     raise NotFiniteError(
-        f"not finite{where} ({dtype})",
+        f"{NOT_FINITE}{where} ({dtype})",
         f"{model.name}: {what} are not finite in {dtype}{where and f', first{where}'}. {advice}",
     )
 
 
-def _culprit(cache: Cache) -> int:
+def _culprit(cache: Cache, new: int) -> int:
     """The layer that first gave a number that is not finite, told from the cache that the pass wrote."""
     for layer, (key, value) in enumerate(zip(cache.keys, cache.values, strict=True)):
-        bad = ~(torch.isfinite(key) & torch.isfinite(value)) if key.shape == value.shape else ~torch.isfinite(key)
-        if bool(bad.any()):
-            # A token whose keys are bad throughout read bad numbers: the layer below wrote them.
-            return max(layer - 1, 0) if bool(bad[:, :, -1].all()) else layer
+        bad = [~torch.isfinite(t).cpu() for t in (key, value)]
+        if any(bool(b.any()) for b in bad):
+            # A new token whose keys and values are bad throughout read bad numbers: the layer below wrote them.
+            read = bad[0][:, :, -new:].all(dim=(0, 1, 3)) & bad[1][:, :, -new:].all(dim=(0, 1, 3))
+            return max(layer - 1, 0) if bool(read.any()) else layer
     return cache.n_layers - 1
 
 
@@ -238,7 +245,7 @@ def decode(
     ids = as_ids(model, token_ids)
     while len(out) < max_new_tokens:
         cache, hidden = extend(model, cache, ids)
-        logits = logits_of(model, hidden[:, -1], cache=cache)[0].cpu()
+        logits = logits_of(model, hidden[:, -1])[0].cpu()
         if temperature > 0:
             token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
         else:

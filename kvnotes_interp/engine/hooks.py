@@ -40,6 +40,7 @@ class Hooks:
     _stack: ExitStack = field(default_factory=ExitStack)
     _reads: dict[int, Tensor] = field(default_factory=dict)
     _writes: dict[int, Tensor] = field(default_factory=dict)
+    _mlps: dict[int, Tensor] = field(default_factory=dict)
 
     def __enter__(self) -> Hooks:
         try:
@@ -63,11 +64,19 @@ class Hooks:
             self._add(f"input of layer {index}", layer.register_forward_pre_hook, self._before(index), with_kwargs=True)
             writing = compat.attention_write(layer)
             self._add(f"attention of layer {index}", writing.register_forward_hook, self._wrote(index, layer))
+            if self._apart:
+                mlp = compat.mlp_write(layer)
+                self._add(f"MLP of layer {index}", mlp.register_forward_hook, self._fed(index, layer))
             self._add(f"output of layer {index}", layer.register_forward_hook, self._after(index))
         norm, last = compat.final_norm(self.model.hf), f"output of layer {len(layers) - 1}"
         # NanoChat norms the embeddings with the same module: it is the final norm once the last layer has run.
         after = lambda: bool(self.fired[last])  # noqa: E731
         self._add("final norm", norm.register_forward_pre_hook, self._before(len(layers)), after, with_kwargs=True)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether a layer's output is taken apart into what its attention and its MLP wrote."""
+        return bool(self.want & {"attention", "mlp"} or self.edits.writes)
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
@@ -158,12 +167,34 @@ class Hooks:
 
         return hook
 
+    def _fed(self, index: int, layer: nn.Module) -> Callable[..., Any]:
+        scale = compat.residual_scale(layer)
+
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._mlps[index] = (output[0] if isinstance(output, tuple) else output) * scale
+
+        return hook
+
+    def _require_sum(self, index: int, before: Tensor, hidden: Tensor) -> None:
+        """Raise UnsupportedError unless the layer's output is what it read and what its parts wrote, and no more."""
+        if not bool(torch.isfinite(hidden).all()):
+            return  # which is said of the pass as a whole
+        gap = (hidden - before - self._mlps.pop(index).view_as(hidden)).abs().max()
+        size = max(float(hidden.abs().max()), float(before.abs().max()), 1.0)
+        if not float(gap) <= 64 * torch.finfo(hidden.dtype).eps * size:
+            raise UnsupportedError(
+                f"{type(self.model.hf).__name__}: the output of layer {index} is not what it read plus what attention "
+                f"and MLP wrote (off by {float(gap):.2g}). Records and patches of writes are refused on this model."
+            )
+
     def _after(self, index: int) -> Callable[..., Any]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
             if index not in self._reads or index not in self._writes:
                 return output  # a hook was passed by: `require` says so
             before = self._reads.pop(index) + self._writes.pop(index)
+            if self._apart and index in self._mlps:
+                self._require_sum(index, before, hidden)
             for patch in self.edits.writes:
                 if patch.part == "mlp" and index in patch.outputs:
                     at = self._at(patch.slots, hidden.device)

@@ -20,7 +20,7 @@ from kvnotes_interp.cache import KVCache, full_bias
 from kvnotes_interp.engine import shared
 from kvnotes_interp.engine.budget import default_budget, readable
 from kvnotes_interp.engine.forward import as_ids, check_tokens, decide, places_of
-from kvnotes_interp.errors import InputError, NotFiniteError, UnsupportedError
+from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError, UnsupportedError
 from kvnotes_interp.sites import Site, check_donor
 
 if TYPE_CHECKING:
@@ -161,9 +161,9 @@ def sweep(
         scores = _run_plain(model, base, donor, sites, ids, answers, plan.batch_rows, progress)
     bad = (~torch.isfinite(scores)).any(1).nonzero()
     if len(bad):
-        # Read again alone, to say where it went wrong.
-        decide(model, base.patched(sites[int(bad[0])], donor), ids, answers)
-        raise NotFiniteError("not finite", f"{model.name}: a patched cache gave scores that are not finite.")
+        for index in bad.flatten().tolist():  # read again alone, to say where it went wrong
+            decide(model, base.patched(sites[index], donor), ids, answers)
+        raise NotFiniteError(NOT_FINITE, f"{model.name}: a patched cache gave scores that are not finite.")
     return SweepResult(scores, plan)
 
 

@@ -16,7 +16,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +25,7 @@ from kvnotes_interp.cache import KVCache
 from kvnotes_interp.downloads import sha256
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.files import check_text, entry, read_json, replacing
+from kvnotes_interp.fingerprint import tokenizer as tokenizer_fingerprint
 from kvnotes_interp.operators.writer import Writer
 
 if TYPE_CHECKING:
@@ -170,23 +171,6 @@ class SkillStore:
         skill = precompile_skill(self.model, text, writer=self.writer)
         skill.save(path)
         return skill
-
-
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Sixteen hex digits of everything that decides which tokens a text becomes.
-
-    Of a fast tokenizer its whole definition, without the padding and truncation that calls leave behind; of a slow one
-    its class and vocabulary. Raises InputError for None.
-    """
-    if tokenizer is None:
-        raise InputError("the model was loaded without a tokenizer; pass kv.load(..., tokenizer=...).")
-    core = getattr(tokenizer, "backend_tokenizer", None)
-    if core is not None:
-        whole = json.loads(core.to_str())
-        about: Any = {key: value for key, value in whole.items() if key not in ("padding", "truncation")}
-    else:
-        about = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def revision_of(model: Model) -> str:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes_interp import compat, engine, metrics
+from kvnotes_interp import engine, metrics
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.operators.splice import SeamRepair, attach
@@ -98,7 +98,7 @@ def run_turns(model: Model, cache: KVCache, turns: Iterable[Turn], *, seam_repai
         logits = None
         if turn.text:
             cache, hidden = engine.extend(model, cache, turn.text)
-            logits = compat.unembed(model.hf, hidden[:, -1])[0].cpu()
+            logits = engine.logits_of(model, hidden[:, -1])[0].cpu()
             tokens, cost = tokens + len(turn.text), cost + len(turn.text) * cache.n_layers
         yield Step(cache, logits, tokens, cost)
 
@@ -144,5 +144,4 @@ def compare_turns(model: Model, steps: Iterable[Step]) -> list[TurnReport]:
 def _last_logits(model: Model, ids: Sequence[int]) -> Float[Tensor, " token"]:
     if len(ids) == 1:
         raise InputError("a cache of one token has nothing before its last one; give a longer start.")
-    _, hidden = engine.extend(model, engine.prefill(model, ids[:-1]), [ids[-1]])
-    return compat.unembed(model.hf, hidden[:, -1])[0].to("cpu", torch.float64)
+    return engine.decide(model, engine.prefill(model, ids[:-1]), [ids[-1]])[0].to("cpu", torch.float64)

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes_interp import compat, engine, metrics
+from kvnotes_interp import engine, metrics
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import Cache
 from kvnotes_interp.engine.budget import default_budget, readable
@@ -41,7 +41,7 @@ def logits_on(model: Model, cache: Cache, suffix: Sequence[int]) -> Float[Tensor
 def answer_on(model: Model, item: Item, cache: Cache, suffix: Sequence[int], *, max_new_tokens: int) -> Arm:
     """Run the suffix on a cache: logits at its end, and the greedy answer."""
     grown, hidden = engine.extend(model, cache, suffix)
-    logits = compat.unembed(model.hf, hidden[:, -1])[0].cpu()
+    logits = engine.logits_of(model, hidden[:, -1])[0].cpu()
     first = int(logits.argmax())
     return Arm(logits, greedy_answer(model, grown, first, stops=item.stops, max_new_tokens=max_new_tokens))
 

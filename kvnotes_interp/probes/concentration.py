@@ -22,7 +22,8 @@ from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.probes.making import PREFILL, Making
 from kvnotes_interp.probes.measure import Case, Cell, downstream_of, identity_controls
-from kvnotes_interp.probes.run import Session, plan_request
+from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result, Summary
 from kvnotes_interp.sites import Site
 from kvnotes_interp.tasks import EncodedPair, Pair
@@ -39,7 +40,7 @@ THIRDS = ("early", "mid", "late")
 
 def suffix_concentration(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     draws: int = 5,
     operator: str | None = None,
@@ -63,6 +64,7 @@ def suffix_concentration(
     Other arguments as in `local_patching`. The summary gives recovery at k = 8, and the k that reaches
     50 % and 90 % of what all downstream positions carry together.
     """
+    pairs = pairs_of("suffix_concentration", pairs)
     competence, making = Competence(min_gap, min_gap_noise), Making(operator, blocks, tail)
     options = {"draws": draws, "seed": seed, "path": path, **making.request}
 
@@ -72,7 +74,7 @@ def suffix_concentration(
 
     with Session(
         model,
-        plan_request("suffix_concentration", model, pairs, {**options, **vars(competence)}),
+        request_of("suffix_concentration", model, pairs, {**options, **vars(competence)}),
         pairs,
         competence=competence,
         out=out,
@@ -97,7 +99,7 @@ def suffix_concentration(
             cumulative,
             cost=lambda pair: len(grid(len(downstream_of(pair)))) * (len(RANKINGS) - 1 + draws),
         )
-        frame = pd.concat([first, second], ignore_index=True)
+        frame, tried = session.settled(pd.concat([first, second], ignore_index=True), tried)
         return session.finish(frame, tried, summarise(frame, tried, model=model.name, seed=seed, making=making))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.operators.blocks import Blocks, cut_pair, cut_texts
+from kvnotes_interp.probes.request import TOO_LONG, once
 from kvnotes_interp.tasks import EncodedPair, Pair, encode_all
 from kvnotes_interp.tasks.documents.question import Question
 
@@ -49,7 +49,10 @@ class Item:
 
 
 def items_of(
-    model: Model, sources: Sequence[Pair] | Sequence[Question], *, straddle: Literal["refuse", "show"] = "refuse"
+    model: Model,
+    given: Iterable[Pair] | Iterable[Question] | Pair | Question,
+    *,
+    straddle: Literal["refuse", "show"] = "refuse",
 ) -> tuple[list[Item], list[dict[str, Any]]]:
     """(items, lines of the pairs table for what was set aside).
 
@@ -61,8 +64,7 @@ def items_of(
     """
     if model.tokenizer is None:
         raise InputError(f"{model.name} was loaded without a tokenizer; pass kv.load(..., tokenizer=...).")
-    if not sources:
-        raise InputError("no pairs or questions were given; take some from tasks.load or tasks.documents.load.")
+    sources = sources_of(given)
     pairs = [source for source in sources if isinstance(source, Pair)]
     questions = [source for source in sources if isinstance(source, Question)]
     if len(pairs) not in (0, len(sources)) or len(pairs) + len(questions) != len(sources):
@@ -75,10 +77,25 @@ def items_of(
         items = [_of_pair(one) for one in encoded]
     else:
         items = [_of_question(model, one, straddle) for one in questions]
-    for item in (item for item in items if not item.moved):
+    good = []
+    for item in items:
+        too_long = model.n_positions is not None and len(item.blocks) > model.n_positions
+        reason = TOO_LONG if too_long else "" if item.moved else ONE_BLOCK
+        if not reason:
+            good.append(item)
+            continue
         line = {"pair": item.key, "content": item.content, "family": item.family, "kind": item.kind}
-        aside.append({**line, "split": item.split, "length": len(item.blocks), "reason": ONE_BLOCK})
-    return [item for item in items if item.moved], [{**line, "competent": False} for line in aside]
+        aside.append({**line, "split": item.split, "length": len(item.blocks), "reason": reason})
+    return good, [{**line, "competent": False} for line in aside]
+
+
+def sources_of(given: Iterable[Pair] | Iterable[Question] | Pair | Question) -> list[Any]:
+    """Pairs or questions as a list; one alone, or a generator, will do. Raises InputError for none, or one twice."""
+    sources = [given] if isinstance(given, Pair | Question) else list(given)
+    if not sources:
+        raise InputError("no pairs or questions were given; take some from tasks.load or tasks.documents.load.")
+    once([source for source in sources if isinstance(source, Pair | Question)])
+    return sources
 
 
 def _of_pair(encoded: EncodedPair) -> Item:
@@ -114,8 +131,3 @@ def _of_question(model: Model, source: Question, straddle: Literal["refuse", "sh
         source.stops,
         cut.tokens,
     )
-
-
-def fingerprint(sources: Sequence[Pair] | Sequence[Question]) -> str:
-    """Hash of everything that the sources say."""
-    return hashlib.sha256("\n".join(repr(source) for source in sources).encode()).hexdigest()

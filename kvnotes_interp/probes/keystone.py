@@ -11,6 +11,7 @@ What this does not prove: that the two worlds decide alike; recovery is relative
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,9 @@ from kvnotes_interp.metrics import Competence, recovery
 from kvnotes_interp.operators.blocks import cut_pair
 from kvnotes_interp.operators.splice import SeamRepair, attach
 from kvnotes_interp.probes.estimates import Estimates
-from kvnotes_interp.probes.run import plan_request
-from kvnotes_interp.progress import Bar
+from kvnotes_interp.probes.request import TOO_LONG, machine_of, pairs_of, request_of, with_items
+from kvnotes_interp.probes.run import run_items
 from kvnotes_interp.results import Result, Run, Summary
-from kvnotes_interp.results.tables import PAIR_COLUMNS
 from kvnotes_interp.sites import Site
 from kvnotes_interp.tasks import EncodedPair, Pair, encode_all
 
@@ -71,7 +71,7 @@ class World:
 
 def edit_in_splice(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     before: str = BEFORE,
     ks: Sequence[int] = (8, 32),
@@ -108,35 +108,33 @@ def edit_in_splice(
         raise InputError(f"ks={tuple(ks)}, draws={draws}: numbers of positions and draws start at 1.")
     if model.tokenizer is None:
         raise InputError(f"{model.name} was loaded without a tokenizer; pass kv.load(..., tokenizer=...).")
-    if not pairs:
-        raise InputError("no pairs were given; take some from tasks.load(name, n=...).")
+    pairs = pairs_of("edit_in_splice", pairs)
     competence = Competence(min_gap, min_gap_noise)
     own = {"before": before, "ks": list(ks), "draws": draws, "seam_repair": seam_repair, "seed": seed, "path": path}
     encoded, refused = encode_all(model.tokenizer, pairs)
     skills, aside = _skills(model, encoded, before)
     aside += [{"pair": a.key, "content": a.content, "family": pairs[0].family, "reason": a.reason} for a in refused]
+    fit = [skill for skill in skills if len(skill.prefix) + skill.pair.length <= (model.n_positions or math.inf)]
+    aside += [
+        {"pair": s.pair.pair.key, "content": s.pair.pair.content, "family": s.pair.pair.family, "reason": TOO_LONG}
+        for s in skills
+        if s not in fit
+    ]
     measure = _Measure(model, tuple(ks), draws, seam_repair, seed, competence, memory_budget, path)
-    request = plan_request("edit_in_splice", model, pairs, {**own, **vars(competence)})
-    machine = {"device": str(model.device), "dtype": request["dtype"]}
-    with Run.open(out, request=request, extra={"machine": machine}, resume=resume) as run:
+    request = request_of("edit_in_splice", model, pairs, {**own, **vars(competence)})
+    request = with_items(request, [skill.pair for skill in fit], aside)
+    with Run.open(out, request=request, extra={"machine": machine_of(model)}, resume=resume) as run:
         if run.complete:
             return run.result()
-        with Bar(total=len(skills), description="keystone", enabled=progress) as bar:
-            for skill in skills:
-                key = skill.pair.pair.key
-                if not run.done("pairs", key):
-                    table, line = measure(skill)
-                    if line["competent"]:
-                        run.put("rows", key, table)
-                    run.put("pairs", key, pd.DataFrame([line]), columns=PAIR_COLUMNS)
-                bar.advance()
-        keys = [skill.pair.pair.key for skill in skills]
-        frame = run.stage("rows", [key for key in keys if run.done("rows", key)])
-        tried = run.stage("pairs", keys) if keys else pd.DataFrame(columns=list(PAIR_COLUMNS))
-        if aside:
-            tried = pd.concat(
-                [tried, pd.DataFrame([{**line, "competent": False} for line in aside])], ignore_index=True
-            )
+        frame, tried = run_items(
+            run,
+            fit,
+            measure,
+            key=lambda skill: skill.pair.pair,
+            aside=aside,
+            description="keystone",
+            progress=progress,
+        )
         summary = summarise(frame, tried, model=model.name, ks=ks, seed=seed)
         return run.finish(frame=frame, pairs=tried, summary=summary)
 

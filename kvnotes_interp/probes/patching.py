@@ -29,7 +29,8 @@ from kvnotes_interp.probes.measure import (
     field_of,
     identity_controls,
 )
-from kvnotes_interp.probes.run import Session, plan_request
+from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result, Summary
 from kvnotes_interp.sites import Part, Site
 from kvnotes_interp.tasks import EncodedPair, Pair
@@ -45,7 +46,7 @@ STATES = ("field_only", "downstream_only", "field_and_downstream")
 
 def local_patching(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     parts: Sequence[Part] = ("kv", "k", "v"),
     views: Sequence[str] = VIEWS,
@@ -86,6 +87,7 @@ def local_patching(
     Raises ControlError when an identity control fails, InputError on wrong options.
     """
     parts, views = check_parts(parts), _check_views(views)
+    pairs = pairs_of("local_patching", pairs)
     competence, making = Competence(min_gap, min_gap_noise), Making(operator, blocks, tail)
     options = {
         "parts": list(parts),
@@ -108,7 +110,7 @@ def local_patching(
 
     with Session(
         model,
-        plan_request("local_patching", model, pairs, {**options, **vars(competence)}),
+        request_of("local_patching", model, pairs, {**options, **vars(competence)}),
         pairs,
         competence=competence,
         out=out,

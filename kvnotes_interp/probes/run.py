@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pandas as pd
 
 from kvnotes_interp.engine import plan_sweep
-from kvnotes_interp.errors import InputError
+from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.making import PREFILL, Making
 from kvnotes_interp.probes.measure import Case, Sweeper, open_case, pair_row
+from kvnotes_interp.probes.request import machine_of, runnable, with_items
 from kvnotes_interp.progress import Bar
 from kvnotes_interp.results import Result, Run, Summary
 from kvnotes_interp.results.tables import PAIR_COLUMNS
@@ -22,31 +21,9 @@ from kvnotes_interp.tasks import EncodedPair, Pair, encode_all
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
+    from kvnotes_interp.probes.items import Item
 
-
-def plan_request(probe: str, model: Model, pairs: Sequence[Pair], options: dict[str, Any]) -> dict[str, Any]:
-    """Everything that decides the numbers of a run: a resumed run must ask for exactly this.
-
-    Raises InputError when something else than pairs was given.
-    """
-    strangers = [type(p).__name__ for p in pairs if not isinstance(p, Pair)]
-    if strangers:
-        raise InputError(
-            f"{probe} takes counterfactual pairs and was given a {strangers[0]}; take pairs from tasks.load(name, "
-            "n=...). Document questions go to attention_deviation and splice_quality."
-        )
-    texts = json.dumps([[p.key, p.content, repr(p.old), repr(p.new)] for p in pairs], sort_keys=True)
-    return {
-        "probe": probe,
-        "model": model.source.to_dict(),
-        "model_id": model.model_id,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "tasks": sorted({p.family for p in pairs}),
-        "n": len(pairs),
-        "pairs_sha256": hashlib.sha256(texts.encode()).hexdigest(),
-        "options": options,
-    }
+T = TypeVar("T")
 
 
 class Session:
@@ -71,15 +48,15 @@ class Session:
     ) -> None:
         if model.tokenizer is None:
             raise InputError(f"{model.name} was loaded without a tokenizer; pass kv.load(..., tokenizer=...).")
-        if not pairs:
-            raise InputError("no pairs were given; take some from tasks.load(name, n=...).")
         self.model, self.competence, self.path, self.progress = model, competence, path, progress
         self.memory_budget, self.making = memory_budget, making
-        encoded, self.aside = encode_all(model.tokenizer, pairs)
-        self.encoded = [making.aligned(pair) for pair in encoded]
-        self.family = pairs[0].family
-        machine = {"device": _device_name(model), "dtype": request["dtype"]}
-        self.folder = Run.open(out, request=request, extra={"machine": machine}, resume=resume)
+        encoded, refused = encode_all(model.tokenizer, pairs)
+        self.encoded, unfit = runnable(model, [making.aligned(pair) for pair in encoded])
+        self.aside = [*refused, *unfit]
+        self.lost: dict[str, str] = {}  # pairs that gave NaN or infinity in any stage, and why
+        self.families = {pair.key: pair.family for pair in pairs}
+        request = with_items(request, self.encoded, self.aside)
+        self.folder = Run.open(out, request=request, extra={"machine": machine_of(model)}, resume=resume)
 
     def __enter__(self) -> Session:
         return self
@@ -106,19 +83,35 @@ class Session:
                 key, counter = pair.pair.key, _Counter(bar)
                 if not self.folder.done(lines, key):
                     sweeper = Sweeper(self.memory_budget, self.path, counter)
-                    case = self.open_case(pair, sweeper)
-                    if not case.reason:
-                        self.folder.put(stage, key, measure(case))
+                    try:
+                        case = self.open_case(pair, sweeper)
+                        rows = None if case.reason else measure(case)
+                        line = pair_row(case, pair)
+                    except NotFiniteError as error:
+                        rows, line = None, excluded_line(pair.pair, error)
+                    if rows is not None:
+                        self.folder.put(stage, key, rows)
                     # The pair's own line comes last: it says that the pair is done.
-                    self.folder.put(lines, key, pd.DataFrame([pair_row(case, pair)]), columns=PAIR_COLUMNS)
+                    self.folder.put(lines, key, pd.DataFrame([line]), columns=PAIR_COLUMNS)
                 counter.fill(costs[key])
         keys = [pair.pair.key for pair in self.encoded]
         rows = self.folder.stage(stage, [key for key in keys if self.folder.done(stage, key)])
         tried = self.folder.stage(lines, keys) if keys else pd.DataFrame(columns=list(PAIR_COLUMNS))
+        lost = tried[tried["reason"].fillna("").str.startswith(NOT_FINITE)]
+        self.lost |= dict(zip(lost["pair"], lost["reason"], strict=True))
         if self.aside:
-            aside = pd.DataFrame([{**pair_row(None, a), "family": self.family} for a in self.aside])
+            aside = pd.DataFrame([{**pair_row(None, a), "family": self.families[a.key]} for a in self.aside])
             tried = pd.concat([tried, aside], ignore_index=True)
         return rows, tried
+
+    def settled(self, frame: pd.DataFrame, tried: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """(frame, table of pairs) of several stages: a pair that gave NaN in one of them is out of all."""
+        late = tried["pair"].isin(list(self.lost)) & tried["competent"].astype(bool)
+        if not late.any():
+            return frame, tried
+        reason = tried["reason"].where(~late, tried["pair"].map(self.lost))
+        tried = tried.assign(competent=tried["competent"].astype(bool) & ~late, reason=reason)
+        return frame[~frame["pair"].isin(list(self.lost))].reset_index(drop=True), tried
 
     def _announce(self, costs: dict[str, int]) -> None:
         """Say how the largest pair will be cut into batches, before anything runs."""
@@ -148,12 +141,45 @@ class Session:
         )
 
 
-def _device_name(model: Model) -> str:
-    if model.device.type != "cuda":
-        return str(model.device)
-    import torch
+def excluded_line(source: Pair | Item, error: NotFiniteError) -> dict[str, Any]:
+    """The line of the pairs table for what gave NaN or infinity."""
+    about = {name: getattr(source, name) for name in ("content", "family", "kind", "split")}
+    return {"pair": source.key, **about, "competent": False, "reason": error.reason}
 
-    return f"{model.device} ({torch.cuda.get_device_name(model.device)})"
+
+def run_items(
+    run: Run,
+    items: Sequence[T],
+    measure: Callable[[T], tuple[pd.DataFrame, dict[str, Any]]],
+    *,
+    key: Callable[[T], Pair | Item],
+    aside: Sequence[dict[str, Any]],
+    description: str,
+    progress: bool,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Measure every item that the run has not kept yet: (rows in the order of the items, the table of all tried).
+
+    `measure` gives an item's rows and its line of the pairs table; `key` what the item is of.
+    """
+    with Bar(total=len(items), description=description, enabled=progress) as bar:
+        for item in items:
+            name = key(item).key
+            if not run.done("pairs", name):
+                try:
+                    table, line = measure(item)
+                except NotFiniteError as error:
+                    table, line = pd.DataFrame(), excluded_line(key(item), error)
+                if line["competent"]:
+                    run.put("rows", name, table)
+                # The item's own line comes last: it says that the item is done.
+                run.put("pairs", name, pd.DataFrame([line]), columns=PAIR_COLUMNS)
+            bar.advance()
+    keys = [key(item).key for item in items]
+    frame = run.stage("rows", [k for k in keys if run.done("rows", k)])
+    tried = run.stage("pairs", keys) if keys else pd.DataFrame(columns=list(PAIR_COLUMNS))
+    if aside:
+        tried = pd.concat([tried, pd.DataFrame([{**line, "competent": False} for line in aside])], ignore_index=True)
+    return frame, tried
 
 
 class _Counter:

@@ -107,7 +107,7 @@ def _target(model: Model, example: Example, max_new_tokens: int, top: int | None
     rows: list[Tensor] = []
     while len(answer) < max_new_tokens:
         cache, hidden = engine.extend(model, cache, ids)
-        rows.append(engine.logits_of(model, hidden[0, -1], cache=cache).cpu())
+        rows.append(engine.logits_of(model, hidden[0, -1]).cpu())
         ids = [int(rows[-1].argmax())]
         answer += ids
         if ids[0] in model.stop_ids or any(stop in model.tokenizer.decode(answer) for stop in example.stops):

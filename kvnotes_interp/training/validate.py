@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvnotes_interp import compat, engine, metrics
+from kvnotes_interp import engine, metrics
 from kvnotes_interp.compact import Cache
 from kvnotes_interp.probes.greedy import greedy_answer
 from kvnotes_interp.training.examples import Example
@@ -53,7 +53,7 @@ def validate(
         kl += kl_to_teacher(theirs, student_logits(model, caches, part, theirs), tau=tau).tolist()
         for example, cache in zip(part, caches, strict=True):
             grown, hidden = engine.extend(model, cache, example.blocks.suffix)
-            token = int(compat.unembed(model.hf, hidden[0, -1]).argmax())
+            token = int(engine.logits_of(model, hidden[0, -1]).argmax())
             first.append(float(token == example.answer[0]))
             texts.append(greedy_answer(model, grown, token, stops=example.stops, max_new_tokens=max_new_tokens))
     answers = [example.answers for example in examples]

@@ -14,7 +14,7 @@ its ranking of write heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,12 +23,13 @@ import pandas as pd
 from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.circuit import knockout, ranking, read_heads, scrub, write_heads
+from kvnotes_interp.probes.circuit.decide import COLUMNS, table
 from kvnotes_interp.probes.circuit.decide import frame as empty_frame
-from kvnotes_interp.probes.circuit.decide import table
 from kvnotes_interp.probes.circuit.report import summarise
 from kvnotes_interp.probes.measure import Case, downstream_of, field_of, identity_controls
 from kvnotes_interp.probes.patching import ends
-from kvnotes_interp.probes.run import Session, plan_request
+from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result
 from kvnotes_interp.sites import Site
 from kvnotes_interp.tasks import EncodedPair, Pair
@@ -62,7 +63,7 @@ class _Plan:
 
 def circuit_ablation(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     analyses: Sequence[str] = ANALYSES,
     ks: Sequence[int] = read_heads.KS,
@@ -111,6 +112,7 @@ def circuit_ablation(
         raise InputError(f"ks={tuple(ks)!r}: give numbers of heads, each at least 1.")
     if notes < 1:
         raise InputError(f"notes={notes!r}: a note has at least one position.")
+    pairs = pairs_of("circuit_ablation", pairs)
     competence = Competence(min_gap, min_gap_noise)
     options = {**{name: _plain(value) for name, value in vars(plan).items()}, "grid_pairs": grid_pairs, "path": path}
     grid = {pair.key for pair in pairs[:grid_pairs]}
@@ -118,7 +120,7 @@ def circuit_ablation(
 
     with Session(
         model,
-        plan_request("circuit_ablation", model, pairs, {**options, **vars(competence)}),
+        request_of("circuit_ablation", model, pairs, {**options, **vars(competence)}),
         pairs,
         competence=competence,
         out=out,
@@ -148,6 +150,9 @@ def circuit_ablation(
             third, _ = session.run("write", lambda case: _write(case, plan, first, second), cost=cost("write"))
         kept = first[first["view"] != "outputs"].drop(columns="z", errors="ignore")
         frame = pd.concat([kept, second, third], ignore_index=True)
+        # Where no pair was competent nothing gave the columns of this probe's own.
+        frame = frame.reindex(columns=[*frame.columns, *(c for c in COLUMNS if c not in frame)])
+        frame, tried = session.settled(frame, tried)
         summary = summarise(frame, tried, model=model.name, seed=seed, ks=plan.ks, analyses=plan.analyses)
         return session.finish(frame, tried, summary)
 

@@ -12,7 +12,7 @@ What this does not prove: which token of what follows holds the note.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -22,7 +22,8 @@ from kvnotes_interp.probes.circuit.decide import Scored, table
 from kvnotes_interp.probes.circuit.ranking import random_positions, rank_positions
 from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.probes.measure import Case, downstream_of, field_of, identity_controls
-from kvnotes_interp.probes.run import Session, plan_request
+from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result, Summary
 from kvnotes_interp.sites import Site
 from kvnotes_interp.tasks import Pair
@@ -37,7 +38,7 @@ ARMS = ("trigger_only", "all_notes", "trigger_and_notes")
 
 def dissociation(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     notes: int = 8,
     draws: int = 5,
@@ -60,6 +61,7 @@ def dissociation(
     Other arguments as in `local_patching`. The summary holds `trigger_only`, `all_notes`, `top_notes`, and for each a
     random set of its size. Raises ControlError when an identity control fails.
     """
+    pairs = pairs_of("dissociation", pairs)
     competence = Competence(min_gap, min_gap_noise)
     options = {"notes": notes, "draws": draws, "seed": seed, "path": path}
 
@@ -80,7 +82,7 @@ def dissociation(
 
     with Session(
         model,
-        plan_request("dissociation", model, pairs, {**options, **vars(competence)}),
+        request_of("dissociation", model, pairs, {**options, **vars(competence)}),
         pairs,
         competence=competence,
         out=out,
@@ -104,7 +106,7 @@ def dissociation(
             return _scored(case, cells, [Site(tuple(w)) for _, _, w in sets])
 
         second, _ = session.run("top", top, cost=lambda _: 1 + draws)
-        frame = pd.concat([first, second], ignore_index=True)
+        frame, tried = session.settled(pd.concat([first, second], ignore_index=True), tried)
         return session.finish(frame, tried, summarise(frame, tried, model=model.name, seed=seed))
 
 

@@ -18,9 +18,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
-import torch
-
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators.eviction.compacted import Sliding
@@ -37,10 +34,10 @@ from kvnotes_interp.probes.compaction.points import (
     trained,
 )
 from kvnotes_interp.probes.compaction.summary import summarise
-from kvnotes_interp.probes.items import fingerprint, items_of
-from kvnotes_interp.progress import Bar
+from kvnotes_interp.probes.items import items_of, sources_of
+from kvnotes_interp.probes.request import machine_of, request_of, with_items
+from kvnotes_interp.probes.run import run_items
 from kvnotes_interp.results import Result, Run
-from kvnotes_interp.results.tables import PAIR_COLUMNS
 from kvnotes_interp.tasks.documents.question import Question
 
 if TYPE_CHECKING:
@@ -121,55 +118,42 @@ def compaction_quality(
     for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("timing", timing, 0)):
         if value < least:
             raise InputError(f"{name}={value}: give at least {least}.")
+    questions = sources_of(questions)
     competence = Competence(min_gap, min_gap_noise)
     found, aside = items_of(model, questions)
     for item in found:
         max(points, key=lambda point: point.passes).parts(item.blocks)  # a context too short is refused at once
     by_key = {question.key: question for question in questions}
     written = trained(points)
-    request = {
-        "probe": "compaction_quality",
-        "model": model.source.to_dict(),
-        "model_id": model.model_id,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "tasks": sorted({question.family for question in questions}),
-        "n": len(questions),
-        "pairs_sha256": fingerprint(questions),
-        "options": {
-            "compactors": list(dict.fromkeys(point.compactor.name for point in points)),
-            **_sizes(points),
-            **({"adapters": written} if written else {}),
-            "sliding": sliding,
-            "query_aware": query_aware,
-            "max_new_tokens": max_new_tokens,
-            "timing": timing,
-            "seed": seed,
-            **vars(competence),
-        },
+    options = {
+        "compactors": list(dict.fromkeys(point.compactor.name for point in points)),
+        **_sizes(points),
+        **({"adapters": written} if written else {}),
+        "sliding": sliding,
+        "query_aware": query_aware,
+        "max_new_tokens": max_new_tokens,
+        "timing": timing,
+        "seed": seed,
+        **vars(competence),
     }
+    request = with_items(request_of("compaction_quality", model, questions, options), found, aside)
     # The full one, one in two passes, two in the making, and every compact one.
     longest = max((item.blocks.n_context for item in found), default=1)
     kept = sum(point.budget(longest) / longest for point in points)
     check_memory(model, found, memory_budget, caches=4 + kept)
     measure = Measure(Compacting(model, sliding, seed), points, query_aware, max_new_tokens, timing, competence)
-    machine = {"device": str(model.device), "dtype": request["dtype"], "threads": torch.get_num_threads()}
-    with Run.open(out, request=request, extra={"machine": machine}, resume=resume) as run:
+    with Run.open(out, request=request, extra={"machine": machine_of(model)}, resume=resume) as run:
         if run.complete:
             return run.result()
-        with Bar(total=len(found), description="compacting", enabled=progress) as bar:
-            for item in found:
-                if not run.done("pairs", item.key):
-                    table, line = measure(item, by_key[item.key])
-                    run.put("rows", item.key, table)
-                    # The question's own line comes last: it says that the question is done.
-                    run.put("pairs", item.key, pd.DataFrame([line]), columns=PAIR_COLUMNS)
-                bar.advance()
-        keys = [item.key for item in found]
-        frame = run.stage("rows", keys)
-        tried = run.stage("pairs", keys) if keys else pd.DataFrame(columns=list(PAIR_COLUMNS))
-        if aside:
-            tried = pd.concat([tried, pd.DataFrame(aside)], ignore_index=True)
+        frame, tried = run_items(
+            run,
+            found,
+            lambda item: measure(item, by_key[item.key]),
+            key=lambda item: item,
+            aside=aside,
+            description="compacting",
+            progress=progress,
+        )
         noise = frame.loc[(frame["view"] == "control") & (frame["site"] == "noise_floor"), "value"]
         summary = summarise(
             frame,

@@ -12,7 +12,7 @@ shares by region, and random slots among the compactors. Families differ in more
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import pandas as pd
@@ -27,7 +27,8 @@ from kvnotes_interp.probes.compaction.surviving import FULL, Surviving
 from kvnotes_interp.probes.linear.features import Store
 from kvnotes_interp.probes.making import Making
 from kvnotes_interp.probes.measure import Case
-from kvnotes_interp.probes.run import Session, plan_request
+from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result
 from kvnotes_interp.tasks import Pair
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 def compaction_survival(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     compactors: Sequence[str] = COMPACTORS,
     ratios: Sequence[float] = RATIOS,
@@ -75,6 +76,7 @@ def compaction_survival(
     cache, or when shuffled labels are read; InputError on wrong options.
     """
     points = points_of(compactors, ratios)
+    pairs = pairs_of("compaction_survival", pairs)
     competence, making, written = Competence(min_gap, min_gap_noise), Making(tail="suffix"), trained(points)
     options = {
         "compactors": list(dict.fromkeys(point.compactor.name for point in points)),
@@ -87,7 +89,7 @@ def compaction_survival(
     }
     with Session(
         model,
-        plan_request("compaction_survival", model, pairs, {**options, **vars(competence)}),
+        request_of("compaction_survival", model, pairs, {**options, **vars(competence)}),
         pairs,
         competence=competence,
         out=out,

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from kvnotes_interp import compat, engine, metrics
+from kvnotes_interp import engine, metrics
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import Cache, CompactCache
 from kvnotes_interp.errors import ControlError
@@ -88,7 +88,7 @@ class Surviving:
     def decide(self, case: Case, cache: Cache) -> tuple[float, Float[Tensor, " d_model"]]:
         """Score, and the final hidden state of the decision token."""
         _, hidden = engine.extend(self.model, cache, case.tail)
-        logits = compat.unembed(self.model.hf, hidden[:, -1], torch.tensor(case.answers))[0]
+        logits = engine.logits_of(self.model, hidden[:, -1], case.answers)[0]
         return float(logits[1] - logits[0]), hidden[0, -1].float().cpu()
 
     def regions(self, case: Case, point: Point | None, new: CompactCache) -> list[dict[str, Any]]:

@@ -19,7 +19,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import pandas as pd
 import torch
 
 from kvnotes_interp import operators as library
@@ -30,10 +29,10 @@ from kvnotes_interp.probes.deviation.measure import ROWS, Compose, Measure, Rows
 from kvnotes_interp.probes.deviation.reductions import BINNINGS, Binning
 from kvnotes_interp.probes.deviation.rows import Grain
 from kvnotes_interp.probes.deviation.summary import summarise
-from kvnotes_interp.probes.items import Item, fingerprint, items_of
-from kvnotes_interp.progress import Bar
+from kvnotes_interp.probes.items import Item, items_of, sources_of
+from kvnotes_interp.probes.request import machine_of, request_of, with_items
+from kvnotes_interp.probes.run import run_items
 from kvnotes_interp.results import Result, Run
-from kvnotes_interp.results.tables import PAIR_COLUMNS
 from kvnotes_interp.tasks import Pair
 from kvnotes_interp.tasks.documents.question import Question
 
@@ -94,42 +93,28 @@ def attention_deviation(
         raise InputError(f"rows={rows!r}: choose from {', '.join(ROWS)}.{nearest(str(rows), ROWS)}")
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens={max_new_tokens}: at least one token is needed to answer.")
+    items = sources_of(items)
     competence = Competence(min_gap, min_gap_noise)
     found, aside = items_of(model, items, straddle=straddle)
     writers = library.adapters(chosen)
     trained = {"adapters": writers} if writers else {}
     options = {"operators": list(chosen), **trained, "rows": rows, "seed": seed, "straddle": straddle, **vars(grain)}
-    request = {
-        "probe": "attention_deviation",
-        "model": model.source.to_dict(),
-        "model_id": model.model_id,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "tasks": sorted({item.family for item in items}),
-        "n": len(items),
-        "pairs_sha256": fingerprint(items),
-        "options": {**options, "max_new_tokens": max_new_tokens, **vars(competence)},
-    }
+    options |= {"max_new_tokens": max_new_tokens, **vars(competence)}
+    request = with_items(request_of("attention_deviation", model, items, options), found, aside)
     _announce(model, found, rows, memory_budget, progress)
-    machine = {"device": str(model.device), "dtype": request["dtype"]}
-    with Run.open(out, request=request, extra={"machine": machine}, resume=resume) as run:
+    with Run.open(out, request=request, extra={"machine": machine_of(model)}, resume=resume) as run:
         if run.complete:
             return run.result()
         measure = Measure(model, chosen, rows, grain, max_new_tokens, competence)
-        with Bar(total=len(found), description="deviation", enabled=progress) as bar:
-            for item in found:
-                if not run.done("pairs", item.key):
-                    table, line = measure(item)
-                    if line["competent"]:
-                        run.put("rows", item.key, table)
-                    # The prompt's own line comes last: it says that the prompt is done.
-                    run.put("pairs", item.key, pd.DataFrame([line]), columns=PAIR_COLUMNS)
-                bar.advance()
-        keys = [item.key for item in found]
-        frame = run.stage("rows", [key for key in keys if run.done("rows", key)])
-        tried = run.stage("pairs", keys) if keys else pd.DataFrame(columns=list(PAIR_COLUMNS))
-        if aside:
-            tried = pd.concat([tried, pd.DataFrame(aside)], ignore_index=True)
+        frame, tried = run_items(
+            run,
+            found,
+            measure,
+            key=lambda item: item,
+            aside=aside,
+            description="deviation",
+            progress=progress,
+        )
         noise = frame.loc[(frame["view"] == "control") & (frame["site"] == "noise_floor"), "value"]
         summary = summarise(frame, tried, model=model.name, operators=list(chosen), seed=seed)
         measured = [item for item in found if run.done("rows", item.key)]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pandas as pd
 import torch
 
-from kvnotes_interp import compat, engine, operators
+from kvnotes_interp import engine, operators
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.checks import LIMITS
 from kvnotes_interp.engine.budget import readable
@@ -109,7 +109,7 @@ class Measure:
         done = engine.capture(self.model, cache, tail, slots=[context + i for i in at], want=("patterns",))
         assert done.patterns is not None
         stop = len(item.blocks.suffix)
-        logits = compat.unembed(self.model.hf, done.hidden[:1, stop - 1])[0].cpu()
+        logits = engine.logits_of(self.model, done.hidden[:1, stop - 1])[0].cpu()
         text = self.answer(item, done.cache[: context + stop], int(logits.argmax())) if answer else ""
         rows = done.patterns[:, 0]
         if made.token_slots is not None:

@@ -12,7 +12,7 @@ one decision. Wall times are those of this run on this machine, with whatever el
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ from kvnotes_interp.probes.editing.horizon import horizon_rows
 from kvnotes_interp.probes.editing.thought import thought_rows
 from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.probes.measure import Case, identity_controls
-from kvnotes_interp.probes.run import Session, plan_request
+from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result, Summary
 from kvnotes_interp.tasks import EncodedPair, Pair
 
@@ -80,7 +81,7 @@ def arms_of(
 
 def edit_frontier(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     ks: Sequence[int] = (1, 2, 4, 8, 16),
     rankings: Sequence[str] = ("attention", "causal", "kv_change", PROFILED, "random"),
@@ -118,6 +119,7 @@ def edit_frontier(
     if not wordings:
         raise InputError("wordings is empty: give at least one, such as 'override'.")
     arms = arms_of(ks=ks, rankings=rankings, wordings=wordings, shares=shares)
+    pairs = pairs_of("edit_frontier", pairs)
     competence = Competence(min_gap, min_gap_noise)
     options = {
         "ks": list(ks),
@@ -131,7 +133,7 @@ def edit_frontier(
     }
     with Session(
         model,
-        plan_request("edit_frontier", model, pairs, {**options, **vars(competence)}),
+        request_of("edit_frontier", model, pairs, {**options, **vars(competence)}),
         pairs,
         competence=competence,
         out=out,
@@ -167,6 +169,8 @@ def _rows(
     whole = setting.stop * case.base.n_layers
     out: list[dict[str, Any]] = []
     for arm in arms:
+        if arm.ranking and orders[arm.ranking] is None:
+            continue  # nothing to rank by: no row, rather than the field alone under this arm's name
         made, row, seconds = _timed(case, setting, arm, orders)
         if arm.edit == "full_downstream":
             _require_equal(case, row, oracle)
@@ -212,8 +216,7 @@ def _timed(
 ) -> tuple[Made, Tensor, float]:
     options = dict(arm.options)
     if arm.k is not None:
-        order = orders[arm.ranking]
-        options |= {"k": arm.k if order is not None else 0, "order": order or ()}
+        options |= {"k": arm.k, "order": orders[arm.ranking]}
     start = time.perf_counter()
     made = library.find(arm.edit)(setting, **options)
     row = _decision(case, made)

@@ -14,7 +14,7 @@ values are held out (`field_lookup` is then 0.5) at least no value was seen in t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,8 @@ from kvnotes_interp.probes.linear.summary import summarise
 from kvnotes_interp.probes.linear.use import direction_of, direction_rows, push_controls, signature
 from kvnotes_interp.probes.making import Making
 from kvnotes_interp.probes.measure import Case, Sweeper, identity_controls
-from kvnotes_interp.probes.run import Session, plan_request
+from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.run import Session
 from kvnotes_interp.progress import Bar
 from kvnotes_interp.results import Result
 from kvnotes_interp.results.tables import FRAME_COLUMNS
@@ -59,7 +60,7 @@ LABELS = ("auto", "answer", "outcome")
 
 def linear_decodability(
     model: Model,
-    pairs: Sequence[Pair],
+    pairs: Iterable[Pair] | Pair,
     *,
     features: Sequence[str] = ("residual",),
     positions: Sequence[str] | None = None,
@@ -120,6 +121,7 @@ def linear_decodability(
     """
     points = layers_of(layers, model.shape.n_layers)
     plan = {**_options(features, classifiers, labels, draws, folds), "layers": list(points)}
+    pairs = pairs_of("linear_decodability", pairs)
     competence, making = Competence(min_gap, min_gap_noise), Making(operator, blocks, tail)
     states = {**STATES, **(caches or {})}
     options = {
@@ -137,7 +139,7 @@ def linear_decodability(
     }
     with Session(
         model,
-        plan_request("linear_decodability", model, pairs, {**options, **vars(competence)}),
+        request_of("linear_decodability", model, pairs, {**options, **vars(competence)}),
         pairs,
         competence=competence,
         out=out,
@@ -150,7 +152,7 @@ def linear_decodability(
         if session.folder.complete:
             return session.folder.result()
         run = _Run(session, places_of(session.encoded, positions, max_aggregators=max_aggregators), points, seed)
-        if "residual" in plan["features"] and not run.live:
+        if session.encoded and "residual" in plan["features"] and not run.live:
             raise InputError(
                 'no position is run on top of the operator\'s caches, so none has a residual stream: add "decision" to '
                 "positions, or read keys and values only."

@@ -255,7 +255,7 @@ def lens(
     """Logits of the answer tokens if the residual stream went straight to the final norm (the logit lens)."""
     device, dtype = model.device, model.dtype
     normed = compat.final_norm(model.hf)(residual.to(device, dtype))
-    return compat.unembed(model.hf, normed, torch.as_tensor(list(answers))).cpu()
+    return engine.logits_of(model, normed, answers).cpu()
 
 
 def lens_control(case: Case, margins: np.ndarray) -> list[dict[str, Any]]:

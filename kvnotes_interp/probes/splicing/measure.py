@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from kvnotes_interp import compat, engine, operators
+from kvnotes_interp import engine, operators
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.errors import ControlError
 from kvnotes_interp.metrics import Competence
@@ -105,8 +105,7 @@ class Measure:
             for name in rng.sample(sorted(self.arms), len(self.arms)):
                 wait(self.model.device)
                 start = time.perf_counter()
-                _, hidden = engine.extend(self.model, self.run(name, item, ready).cache, item.blocks.suffix)
-                int(compat.unembed(self.model.hf, hidden[:, -1])[0].argmax())
+                int(engine.decide(self.model, self.run(name, item, ready).cache, item.blocks.suffix)[0].argmax())
                 taken[name].append(time.perf_counter() - start)
         medians = {name: statistics.median(seconds) for name, seconds in taken.items()}
         return {

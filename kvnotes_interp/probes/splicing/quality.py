@@ -18,20 +18,17 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
-import pandas as pd
-import torch
-
 from kvnotes_interp import operators as library
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators import Operator
 from kvnotes_interp.probes.answering import check_memory
-from kvnotes_interp.probes.items import fingerprint, items_of
+from kvnotes_interp.probes.items import items_of, sources_of
+from kvnotes_interp.probes.request import machine_of, request_of, with_items
+from kvnotes_interp.probes.run import run_items
 from kvnotes_interp.probes.splicing.measure import Measure
 from kvnotes_interp.probes.splicing.summary import summarise
-from kvnotes_interp.progress import Bar
 from kvnotes_interp.results import Result, Run
-from kvnotes_interp.results.tables import PAIR_COLUMNS
 from kvnotes_interp.tasks.documents.question import Question
 
 if TYPE_CHECKING:
@@ -106,52 +103,39 @@ def splice_quality(
     for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("timing", timing, 0)):
         if value < least:
             raise InputError(f"{name}={value}: give at least {least}.")
+    questions = sources_of(questions)
     competence = Competence(min_gap, min_gap_noise)
     writers = library.adapters(arms)
     trained = {"adapters": writers} if writers else {}
     fitting, aside = cut_down(questions, documents, seed=seed)
     found, more = items_of(model, fitting, straddle=straddle) if fitting else ([], [])
     by_key = {question.key: question for question in fitting}
-    request = {
-        "probe": "splice_quality",
-        "model": model.source.to_dict(),
-        "model_id": model.model_id,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": model.device.type,
-        "tasks": sorted({question.family for question in questions}),
-        "n": len(questions),
-        "pairs_sha256": fingerprint(questions),
-        "options": {
-            "operators": list(arms),
-            **trained,
-            "documents": None if documents is None else list(documents),
-            "max_new_tokens": max_new_tokens,
-            "timing": timing,
-            "straddle": straddle,
-            "seed": seed,
-            **vars(competence),
-        },
+    options = {
+        "operators": list(arms),
+        **trained,
+        "documents": None if documents is None else list(documents),
+        "max_new_tokens": max_new_tokens,
+        "timing": timing,
+        "straddle": straddle,
+        "seed": seed,
+        **vars(competence),
     }
+    request = with_items(request_of("splice_quality", model, questions, options), found, [*aside, *more])
     # The compiled ones (by the model and by each Writer), full recompute's, an operator's, and two in the making.
     check_memory(model, found, memory_budget, caches=5 + len(set(writers.values())))
     measure = Measure(model, arms, max_new_tokens, timing, seed, competence)
-    machine = {"device": str(model.device), "dtype": request["dtype"], "threads": torch.get_num_threads()}
-    with Run.open(out, request=request, extra={"machine": machine}, resume=resume) as run:
+    with Run.open(out, request=request, extra={"machine": machine_of(model)}, resume=resume) as run:
         if run.complete:
             return run.result()
-        with Bar(total=len(found), description="splicing", enabled=progress) as bar:
-            for item in found:
-                if not run.done("pairs", item.key):
-                    table, line = measure(item, by_key[item.key])
-                    run.put("rows", item.key, table)
-                    # The question's own line comes last: it says that the question is done.
-                    run.put("pairs", item.key, pd.DataFrame([line]), columns=PAIR_COLUMNS)
-                bar.advance()
-        keys = [item.key for item in found]
-        frame = run.stage("rows", keys)
-        tried = run.stage("pairs", keys) if keys else pd.DataFrame(columns=list(PAIR_COLUMNS))
-        if aside or more:
-            tried = pd.concat([tried, pd.DataFrame([*aside, *more])], ignore_index=True)
+        frame, tried = run_items(
+            run,
+            found,
+            lambda item: measure(item, by_key[item.key]),
+            key=lambda item: item,
+            aside=[*aside, *more],
+            description="splicing",
+            progress=progress,
+        )
         noise = frame.loc[(frame["view"] == "control") & (frame["site"] == "noise_floor"), "value"]
         summary = summarise(frame, tried, model=model.name, arms=list(arms), seed=seed)
         return run.finish(
