@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from kvnotes_interp.files import read_json
 
 BEGIN, END = "<!-- table: written by collect.py -->", "<!-- end of table -->"
 KEPT = ("summary.json", "manifest.json", "verdict.json")
@@ -15,7 +16,7 @@ KEPT = ("summary.json", "manifest.json", "verdict.json")
 
 def load_json(path: Path) -> Any:
     """What the file holds, or None where there is none."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    return read_json(path) if path.is_file() else None
 
 
 def cell(value: Mapping[str, Any]) -> str:

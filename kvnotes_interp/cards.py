@@ -149,7 +149,7 @@ def read(path: str | Path) -> Card:
     if not path.is_file():
         raise InputError(f"there is no card {path}.{nearest(path.name, [p.name for p in folder(path.parent)])}")
     try:
-        card = Card.model_validate(read_yaml(path, "card", of=dict))
+        card = Card.model_validate(read_yaml(path, "card"))
     except ValidationError as error:
         raise InputError(f"{path}: {_first(error)}.") from error
     from kvnotes_interp import tasks
