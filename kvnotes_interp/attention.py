@@ -151,11 +151,16 @@ def using(hf: PreTrainedModel, plan: Plan, *, layers: Iterable[int] | None = Non
     `layers` are those that the passes inside go through, all by default. Raises UnsupportedError, naming the model and
     the layer, unless every one of them called the function, before anything is run where that is known already.
     """
-    if reason := refusal(hf):
-        raise UnsupportedError(reason)
+    require(hf)
     with _switched(hf, plan):
         yield plan
     _require(hf, plan, range(compat.text_config(hf).num_hidden_layers) if layers is None else layers)
+
+
+def require(hf: PreTrainedModel) -> None:
+    """Raise UnsupportedError, before anything runs, where this function cannot stand in for the model's own."""
+    if reason := refusal(hf):
+        raise UnsupportedError(reason)
 
 
 def refusal(hf: PreTrainedModel) -> str:

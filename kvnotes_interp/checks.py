@@ -30,7 +30,10 @@ LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 2e-2, torch.b
 
 @dataclass(frozen=True)
 class Check:
-    """One check: a measured value, the limit it must stay under, and whether it did."""
+    """One check: a measured value, the limit it must stay under, and whether it did.
+
+    The value is NaN where this model is refused what was to be measured; `detail` says why.
+    """
 
     name: str
     passed: bool
@@ -67,7 +70,7 @@ class CheckReport:
             "passed": self.passed,
             "noise_floor": self.noise_floor,
             "sweep_path": self.sweep_path,
-            "checks": [vars(c) for c in self.checks],
+            "checks": [{**vars(c), "value": None if math.isnan(c.value) else c.value} for c in self.checks],
         }
 
     def __rich__(self) -> Any:
@@ -79,7 +82,7 @@ class CheckReport:
             table.add_column(column, justify="right" if column in ("measured", "limit") else "left")
         for c in self.checks:
             mark = "[green]✓[/]" if c.passed else "[red]✗[/]"
-            table.add_row(mark, c.name, f"{c.value:.2g}", f"{c.limit:.2g}", c.detail)
+            table.add_row(mark, c.name, "–" if math.isnan(c.value) else f"{c.value:.2g}", f"{c.limit:.2g}", c.detail)
         tail = f"noise floor {self.noise_floor:.2g} logits; sweep path: {self.sweep_path}"
         return Group(table, tail)
 
@@ -206,12 +209,14 @@ def _paths(model: Model, ids: list[int], cut: int, head: KVCache, own: Tensor, l
         "a key biased by -1e9 = a cache without it": (biased, without),
         "a compact cache = a cache without a slot": (compacted, without),
     }
-    out = []
+    out, said = [], {}
     for name, (way, want) in ways.items():
         try:
             out.append(_under(name, _relative(way(), want), limit))
         except UnsupportedError as error:
-            out.append(Check(name, False, math.nan, limit, str(error)))
+            first = said.setdefault(str(error), name)
+            reason = str(error) if first == name else f'refused, as "{first}"'
+            out.append(Check(name, False, math.nan, limit, reason))
     return out
 
 

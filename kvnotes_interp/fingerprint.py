@@ -237,19 +237,21 @@ def interference(hf: PreTrainedModel) -> dict[str, str]:
             hooks.append(vars(module)["forward"])
         foreign = [hook for hook in hooks if (getattr(hook, "__module__", "") or "").partition(".")[0] not in _KNOWN]
         if foreign:
-            found[name or "model"] = ", ".join(map(_code_of, foreign))
+            found[name or "model"] = ", ".join(map(function, foreign))
     return found
 
 
-def _code_of(function: Any) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    inner = getattr(function, "__func__", function)
+def function(given: Any) -> str:
+    """A user's function: its name, and a hash of its code and of what it closes over, as far as that is plain."""
+    while isinstance(given, functools.partial):
+        given = given.func
+    inner = getattr(given, "__func__", given)
     code = getattr(inner, "__code__", None)
     name = getattr(inner, "__qualname__", type(inner).__name__)
     if code is None:
         return name
     cells = [cell.cell_contents for cell in getattr(inner, "__closure__", None) or ()]
+    cells += [*(getattr(inner, "__defaults__", None) or ()), *(getattr(inner, "__kwdefaults__", None) or {}).values()]
     plain = [c for c in cells if _is_plain(c)]
     tensors = [_tensor_digest(nn.Module(), "cell", c) for c in cells if isinstance(c, Tensor)]
     return f"{name}#{short(code.co_code, repr(code.co_consts), repr(plain), repr(tensors))}"

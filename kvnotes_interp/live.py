@@ -36,6 +36,16 @@ def require(hf: nn.Module) -> None:
         ]
 
 
+def require_dtype(hf: nn.Module) -> None:
+    """Raise UnsupportedError under torch.autocast: numbers would be of another dtype than the one that is recorded."""
+    device = next(hf.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        raise UnsupportedError(
+            f"torch.autocast is on: {type(hf).__name__} would compute in {torch.get_autocast_dtype(device)} "
+            "and be recorded in the dtype of its weights. Leave the autocast context, or load the model in that dtype."
+        )
+
+
 def _is_steady(module: nn.Module) -> bool:
     """Whether training mode changes nothing in this module itself: what an adapter adds comes in training mode."""
     kind = type(module)

@@ -60,7 +60,7 @@ def test_survive_takes_several_families(kvprobe: Call, tiny_folder: Path) -> Non
 
 def test_a_stream_is_flat(kvprobe: Call, tiny_folder: Path, tmp_path: Path) -> None:
     text = tmp_path / "long.txt"
-    text.write_text("John went to the market. " * 100, encoding="utf-8")
+    text.write_text("John went to the market. " * 80, encoding="utf-8")
     base = ("stream", text, "--model", tiny_folder, "--chunk", 32, "--budget", 8, "--compactor")
     done = kvprobe(*base, "snapkv@4", "--json")
     assert done.code == 0, done.err

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvnotes_interp import attention, compat
+from kvnotes_interp import attention, compat, live
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import Cache, CompactCache
 from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError
@@ -33,6 +33,7 @@ def as_ids(model: Model, token_ids: TokenIds) -> Int[Tensor, "batch pos"]:
 
     Raises InputError on none, and on one that the model has no embedding for.
     """
+    live.require_dtype(model.hf)
     ids = torch.as_tensor(token_ids, dtype=torch.long)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.numel() == 0:

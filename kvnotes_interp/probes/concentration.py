@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from kvnotes_interp import engine
+from kvnotes_interp import attention, engine
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.probes.making import PREFILL, Making
@@ -65,6 +65,7 @@ def suffix_concentration(
     50 % and 90 % of what all downstream positions carry together.
     """
     pairs = pairs_of("suffix_concentration", pairs)
+    attention.require(model.hf)
     competence, making = Competence(min_gap, min_gap_noise), Making(operator, blocks, tail)
     options = {"draws": draws, "seed": seed, "path": path, **making.request}
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from kvnotes_interp import engine
+from kvnotes_interp import attention, engine
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.errors import ControlError, InputError
 from kvnotes_interp.metrics import Competence, recovery
@@ -109,6 +109,7 @@ def edit_in_splice(
     if model.tokenizer is None:
         raise InputError(f"{model.name} was loaded without a tokenizer; pass kv.load(..., tokenizer=...).")
     pairs = pairs_of("edit_in_splice", pairs)
+    attention.require(model.hf)
     competence = Competence(min_gap, min_gap_noise)
     own = {"before": before, "ks": list(ks), "draws": draws, "seam_repair": seam_repair, "seed": seed, "path": path}
     encoded, refused = encode_all(model.tokenizer, pairs)

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kvnotes_interp import fingerprint
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.tasks import EncodedPair, Pair, SetAside
@@ -103,6 +105,8 @@ def request_of(
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": device_kind(model),
         "attention": model.hf.config._attn_implementation,
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "stop_ids": list(model.stop_ids),
         "hooks": fingerprint.interference(model.hf),
         "code": fingerprint.code(),
         "versions": {name: metadata.version(name) for name in DECIDING},
@@ -120,8 +124,6 @@ def with_items(request: dict[str, Any], encoded: Sequence[Any], aside: Sequence[
 
 def machine_of(model: Model) -> dict[str, Any]:
     """What the manifest says of the machine beside what `results.manifest` finds."""
-    import torch
-
     dtype = str(model.dtype).removeprefix("torch.")
     device = str(model.device)
     if model.device.type == "cuda":
@@ -131,7 +133,5 @@ def machine_of(model: Model) -> dict[str, Any]:
 
 def device_kind(model: Model) -> str:
     """ "cpu", or the type and the product of an accelerator: kernels differ between them."""
-    import torch
-
     kind = model.device.type
     return f"{kind} ({torch.cuda.get_device_name(model.device)})" if kind == "cuda" else kind

@@ -19,9 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kvnotes_interp import compat, engine
+from kvnotes_interp import compat, engine, fingerprint
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.files import replacing
+from kvnotes_interp.probes.request import device_kind
 from kvnotes_interp.progress import Bar
 from kvnotes_interp.training.examples import Example
 
@@ -72,7 +73,9 @@ def teach(
     options = {
         "model_id": model.model_id,
         "dtype": str(model.dtype),
-        "device": model.device.type,
+        "device": device_kind(model),
+        "tokenizer": fingerprint.tokenizer(model.tokenizer),
+        "stop_ids": list(model.stop_ids),
         "max_new_tokens": max_new_tokens,
         "top": top,
         "tau": tau,

@@ -16,6 +16,7 @@ import torch
 import kvnotes_interp as kv
 from kvnotes_interp import engine, fingerprint
 from kvnotes_interp.model import id_of as id_of_model
+from kvnotes_interp.operators.made import Made
 from kvnotes_interp.operators.writer import new_writer
 from kvnotes_interp.registry import ModelSource
 from kvnotes_interp.results import Run
@@ -352,3 +353,46 @@ def test_document_questions_are_hashed_as_they_are_run(tmp_path: Path) -> None:
 def test_architectures_share_no_id() -> None:
     names = [n for n in CONFIGS if n != "llama3"]
     assert len({id_of(build(n, dtype=torch.float32, exact=False)).partition("#")[2] for n in names}) == len(names)
+
+
+def test_a_function_of_the_users_is_part_of_the_request() -> None:
+    """Under one name, two functions that differ in code, closure or default are two requests."""
+
+    def made(by: float) -> Callable[..., float]:
+        return lambda x, scale=1.0: x + by * scale
+
+    same = fingerprint.function(made(1.0))
+    assert same == fingerprint.function(made(1.0))
+    assert same != fingerprint.function(made(2.0))
+    assert fingerprint.function(lambda x: x + 1) != fingerprint.function(lambda x: x - 1)
+    assert fingerprint.function(lambda x, y=1: x + y) != fingerprint.function(lambda x, y=2: x + y)
+    model = kv.load("organism:trained")
+    pairs = kv.tasks.load("gate", n=2, seed=0)
+
+    def in_two(model: kv.Model, ids: Any) -> kv.KVCache:
+        return engine.extend(model, engine.prefill(model, ids[:2]), ids[2:])[0]
+
+    requests = [
+        kv.probes.attention_deviation(model, pairs, operators=[("mine", compose)], progress=False, bins=2).manifest[
+            "request"
+        ]["options"]["functions"]["mine"]
+        for compose in (
+            lambda model, blocks: Made(engine.prefill(model, blocks.context), 0, 0),
+            lambda model, blocks: Made(in_two(model, blocks.context), 0, 0),
+        )
+    ]
+    assert requests[0] != requests[1]
+
+
+def test_what_ends_an_answer_and_how_matrices_are_multiplied_is_in_the_request(model: kv.Model, pairs: Any) -> None:
+    from kvnotes_interp.probes.request import request_of
+
+    before = request_of("local_patching", model, pairs, {})
+    model.hf.generation_config.eos_token_id = [2, 5]
+    torch.set_float32_matmul_precision("high")
+    try:
+        after = request_of("local_patching", model, pairs, {})
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        model.hf.generation_config.eos_token_id = 2
+    assert {name for name in after if after[name] != before[name]} == {"stop_ids", "matmul_precision"}

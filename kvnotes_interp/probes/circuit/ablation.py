@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from kvnotes_interp import attention
 from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.circuit import knockout, ranking, read_heads, scrub, write_heads
@@ -113,6 +114,7 @@ def circuit_ablation(
     if notes < 1:
         raise InputError(f"notes={notes!r}: a note has at least one position.")
     pairs = pairs_of("circuit_ablation", pairs)
+    attention.require(model.hf)
     competence = Competence(min_gap, min_gap_noise)
     options = {**{name: _plain(value) for name, value in vars(plan).items()}, "grid_pairs": grid_pairs, "path": path}
     grid = {pair.key for pair in pairs[:grid_pairs]}

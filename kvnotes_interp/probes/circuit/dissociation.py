@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
+from kvnotes_interp import attention
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.circuit.decide import Scored, table
 from kvnotes_interp.probes.circuit.ranking import random_positions, rank_positions
@@ -62,6 +63,7 @@ def dissociation(
     random set of its size. Raises ControlError when an identity control fails.
     """
     pairs = pairs_of("dissociation", pairs)
+    attention.require(model.hf)
     competence = Competence(min_gap, min_gap_noise)
     options = {"notes": notes, "draws": draws, "seed": seed, "path": path}
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvnotes_interp import attention
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators.eviction.compacted import Sliding
@@ -119,6 +120,7 @@ def compaction_quality(
         if value < least:
             raise InputError(f"{name}={value}: give at least {least}.")
     questions = sources_of(questions)
+    attention.require(model.hf)
     competence = Competence(min_gap, min_gap_noise)
     found, aside = items_of(model, questions)
     for item in found:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from kvnotes_interp import attention
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators.eviction.compacted import Sliding
 from kvnotes_interp.probes.compaction.decoding import decoded
@@ -77,6 +78,7 @@ def compaction_survival(
     """
     points = points_of(compactors, ratios)
     pairs = pairs_of("compaction_survival", pairs)
+    attention.require(model.hf)
     competence, making, written = Competence(min_gap, min_gap_noise), Making(tail="suffix"), trained(points)
     options = {
         "compactors": list(dict.fromkeys(point.compactor.name for point in points)),

@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from kvnotes_interp import attention, fingerprint
 from kvnotes_interp import operators as library
 from kvnotes_interp.engine.budget import default_budget, readable
 from kvnotes_interp.errors import InputError, nearest
@@ -94,10 +95,13 @@ def attention_deviation(
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens={max_new_tokens}: at least one token is needed to answer.")
     items = sources_of(items)
+    attention.require(model.hf)
     competence = Competence(min_gap, min_gap_noise)
     found, aside = items_of(model, items, straddle=straddle)
     writers = library.adapters(chosen)
-    trained = {"adapters": writers} if writers else {}
+    trained: dict[str, Any] = {"adapters": writers} if writers else {}
+    own = {name: fingerprint.function(f) for name, f in chosen.items() if not isinstance(f, library.Operator)}
+    trained |= {"functions": own} if own else {}
     options = {"operators": list(chosen), **trained, "rows": rows, "seed": seed, "straddle": straddle, **vars(grain)}
     options |= {"max_new_tokens": max_new_tokens, **vars(competence)}
     request = with_items(request_of("attention_deviation", model, items, options), found, aside)

@@ -20,7 +20,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from kvnotes_interp import engine, metrics
+from kvnotes_interp import attention, engine, metrics
 from kvnotes_interp.errors import ControlError, InputError
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators import edits as library
@@ -120,6 +120,7 @@ def edit_frontier(
         raise InputError("wordings is empty: give at least one, such as 'override'.")
     arms = arms_of(ks=ks, rankings=rankings, wordings=wordings, shares=shares)
     pairs = pairs_of("edit_frontier", pairs)
+    attention.require(model.hf)
     competence = Competence(min_gap, min_gap_noise)
     options = {
         "ks": list(ks),

@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 from numpy import ndarray
 
-from kvnotes_interp import engine
+from kvnotes_interp import attention, engine, fingerprint
 from kvnotes_interp.errors import InputError, nearest
 from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.linear import controls, fit
@@ -122,6 +122,7 @@ def linear_decodability(
     points = layers_of(layers, model.shape.n_layers)
     plan = {**_options(features, classifiers, labels, draws, folds), "layers": list(points)}
     pairs = pairs_of("linear_decodability", pairs)
+    attention.require(model.hf)
     competence, making = Competence(min_gap, min_gap_noise), Making(operator, blocks, tail)
     states = {**STATES, **(caches or {})}
     options = {
@@ -129,7 +130,7 @@ def linear_decodability(
         "positions": None if positions is None else list(positions),
         "max_aggregators": max_aggregators,
         "hold_out_values": hold_out_values,
-        "caches": sorted(caches or {}),
+        "caches": {name: fingerprint.function(make) for name, make in sorted((caches or {}).items())},
         "directions": list(directions),
         "direction_pairs": direction_pairs,
         "direction_layers": direction_layers,

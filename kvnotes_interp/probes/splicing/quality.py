@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Literal
 
+from kvnotes_interp import attention
 from kvnotes_interp import operators as library
 from kvnotes_interp.errors import InputError
 from kvnotes_interp.metrics import Competence
@@ -104,6 +105,7 @@ def splice_quality(
         if value < least:
             raise InputError(f"{name}={value}: give at least {least}.")
     questions = sources_of(questions)
+    attention.require(model.hf)
     competence = Competence(min_gap, min_gap_noise)
     writers = library.adapters(arms)
     trained = {"adapters": writers} if writers else {}

@@ -58,11 +58,14 @@ _CONTROLS = {
 }
 
 
-def quality_table(result: Result, *, seed: int = 0) -> pd.DataFrame:
+def quality_table(result: Result, *, seed: int | None = None) -> pd.DataFrame:
     """One row per operator, number of documents and readout: mean, low, high, n, n_effective.
 
     Readouts are micro_f1 and all that the frame holds; `size` is the mean number of tokens of prefix and documents.
+    Intervals take the seed of the run unless another is given.
     """
+    if seed is None:
+        seed = int(result.manifest.get("request", {}).get("options", {}).get("seed", 0))
     frame = result.frame[result.frame["view"].isin(("quality", "cost", "ttft"))]
     out: list[dict[str, Any]] = []
     for (arm, _), here in frame.groupby(["site", "documents"], sort=False):
