@@ -166,6 +166,9 @@ def checks(model: Model) -> list[Check]:
         value, about = gap(model.hf, sets)
     except UnsupportedError as error:
         return [Check(NAME, True, 0.0, LIMIT, f"not compared: {error}")]
+    buffers = [b for m in compat.rotary_modules(model.hf) for b in m.buffers(recurse=False)]
+    if any(b.dtype in (torch.float16, torch.bfloat16) for b in buffers):
+        about += ". The frequencies were rounded when the live model was cast: load it with dtype= instead"
     return [Check(NAME, math.isfinite(value) and value <= LIMIT, value, LIMIT, about if not value <= LIMIT else "")]
 
 

@@ -104,19 +104,20 @@ def _tensors(hf: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _tensor_digest(hf: nn.Module, name: str, tensor: Tensor) -> str:
     if tensor.is_meta:
-        tensor = _offloaded(hf, name)
+        kept = _offloaded(hf, name)
+        if kept is None:  # of a model that runs elsewhere: nothing to tell its weights by
+            return f"{tensor.dtype}{tuple(tensor.shape)}meta"
+        tensor = kept
     data = tensor.detach().cpu().contiguous().reshape(-1)
     digest = xxhash.xxh3_128(data.view(torch.uint8).numpy() if data.numel() else b"").hexdigest()
     return f"{tensor.dtype}{tuple(tensor.shape)}{digest}"
 
 
-def _offloaded(hf: nn.Module, name: str) -> Tensor:
-    """A weight that accelerate keeps elsewhere while its module is not running."""
+def _offloaded(hf: nn.Module, name: str) -> Tensor | None:
+    """A weight that accelerate keeps elsewhere while its module is not running; None where nobody does."""
     owner, _, leaf = name.rpartition(".")
     kept = getattr(getattr(hf.get_submodule(owner), "_hf_hook", None), "weights_map", None)
-    if kept is None:
-        raise UnsupportedError(f"{type(hf).__name__}: {name} has no data (it lies on the meta device); load it whole.")
-    return kept[leaf]
+    return None if kept is None else kept[leaf]
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

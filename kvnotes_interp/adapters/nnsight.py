@@ -83,7 +83,8 @@ def local_patching(
     Raises UnsupportedError when the parity check fails, ControlError when an identity control does.
     """
     parts, views = check_parts(parts), patching._check_views(views)
-    pairs, traced = pairs_of("local_patching", pairs), _traced(model, remote, rows)
+    traced = _traced(model, remote, rows)
+    pairs = pairs_of("local_patching", pairs)
     mapped = {pair.key for pair in pairs[:map_pairs]}
     n_layers = traced.model.shape.n_layers
 
@@ -143,7 +144,8 @@ def head_ablation(
     ablation, what the strongest head takes away (an upper bound: it is chosen on the pairs it is measured on) and the
     mean over heads. What this does not show: heads that stand in for one another, and what a head reads.
     """
-    pairs, traced = pairs_of("head_ablation", pairs), _traced(model, remote, rows)
+    traced = _traced(model, remote, rows)
+    pairs = pairs_of("head_ablation", pairs)
     shape = traced.model.shape
     ablations = check_ablations(ablations)
     chosen = [

@@ -89,11 +89,13 @@ def items_of(
     return good, [{**line, "competent": False} for line in aside]
 
 
-def sources_of(given: Iterable[Pair] | Iterable[Question] | Pair | Question) -> list[Any]:
+def sources_of(
+    given: Iterable[Pair] | Iterable[Question] | Pair | Question, what: str = "pairs or questions"
+) -> list[Any]:
     """Pairs or questions as a list; one alone, or a generator, will do. Raises InputError for none, or one twice."""
     sources = [given] if isinstance(given, Pair | Question) else list(given)
     if not sources:
-        raise InputError("no pairs or questions were given; take some from tasks.load or tasks.documents.load.")
+        raise InputError(f"no {what} were given; take some from tasks.load or tasks.documents.load.")
     once([source for source in sources if isinstance(source, Pair | Question)])
     return sources
 

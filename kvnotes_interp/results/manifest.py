@@ -232,6 +232,7 @@ def read(folder: Path) -> dict[str, Any]:
             "install the version of kvnotes-interp that wrote it "
             f"({versions.get('kvnotes_interp', 'unknown') if isinstance(versions, dict) else 'unknown'})."
         )
+    manifest.setdefault("request", {})  # of a result that was built in memory and saved
     for name, kind in (("probe", str), ("status", str), ("request", dict)):
         entry(manifest, name, kind, f'manifest "{path}"', again)
     for name, kind in (("files", dict), ("resumed", list)):

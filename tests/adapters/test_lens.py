@@ -217,11 +217,11 @@ def test_attribution_is_the_one_made_by_hand(name: str, make: Maker) -> None:
     heads, mlps, embed, total = by_hand(model, IDS, ANSWERS)
     bridge = lens.to_bridge(model)
     parts = lens.logit_parts(bridge, IDS, ANSWERS)
-    torch.testing.assert_close(parts.heads, heads, rtol=0, atol=1e-6)
-    torch.testing.assert_close(parts.mlp, mlps, rtol=0, atol=1e-6)
-    assert parts.embed == pytest.approx(embed, abs=1e-6)
-    assert parts.total == pytest.approx(total, abs=1e-6)
-    assert float(heads.sum() + mlps.sum()) + embed == pytest.approx(total, abs=1e-6)
+    torch.testing.assert_close(parts.heads, heads, rtol=0, atol=5e-6)
+    torch.testing.assert_close(parts.mlp, mlps, rtol=0, atol=5e-6)
+    assert parts.embed == pytest.approx(embed, abs=5e-6)
+    assert parts.total == pytest.approx(total, abs=5e-6)
+    assert float(heads.sum() + mlps.sum()) + embed == pytest.approx(total, abs=5e-6)
     assert torch.equal(lens.head_attribution(bridge, IDS, ANSWERS), parts.heads)
     assert float(parts.heads.abs().max()) > 0.01, "else there is nothing to compare"
 

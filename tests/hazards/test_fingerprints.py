@@ -149,6 +149,8 @@ def test_rotary_frequencies_changed_after_load_are_refused() -> None:
     model.hf.model.rotary_emb.inv_freq *= 0.5
     with pytest.raises(kv.UnsupportedError, match=r"inv_freq.*load it again"):
         engine.prefill(model, IDS)
+    with pytest.raises(kv.UnsupportedError, match=r"rounded when the live model was cast.*dtype="):
+        kv.load(build("llama", dtype=torch.float32, exact=False).half())
     other = kv.load(build("llama", dtype=torch.float32, exact=False))
     other.hf.half()  # rounds the frequencies as well
     with pytest.raises(kv.UnsupportedError, match=r"inv_freq.*load it again"):

@@ -310,7 +310,7 @@ def test_a_compiled_model_is_refused_at_load_and_in_every_pass(how: str) -> None
     cache = engine.prefill(model, IDS[:CUT])
     change(hf)
     for call in (lambda: engine.decide(model, cache, IDS[CUT:]), lambda: engine.prefill(model, IDS)):
-        with pytest.raises(kv.UnsupportedError, match=r"compiled|changed|written"):
+        with pytest.raises(kv.KVNotesError, match=r"compiled|was written by"):
             call()
     with pytest.raises(kv.UnsupportedError, match="compiled"):
         engine.prefill(model, IDS)
@@ -550,3 +550,22 @@ def test_probes_that_need_what_a_model_cannot_are_refused_before_anything_is_wri
     with pytest.raises(kv.UnsupportedError, match=r"FalconForCausalLM.*refused"):
         getattr(kv.probes, probe)(falcon, kv.tasks.pronoun(n=2), out=tmp_path / "run", progress=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_cut_and_a_bias_on_the_real_model(smollm2: kv.Model) -> None:
+    """Against its own forward under an explicit mask: two keys that the last token may not see."""
+    ids = smollm2.tokenizer("Once Mary went to the market. The place was crowded. Afterwards,")["input_ids"]
+    n, hidden = len(ids), (1, 5)
+    mask = torch.zeros(1, 1, n, n).masked_fill(~torch.ones(n, n).tril().bool(), -torch.inf)
+    plain = full_logits(smollm2.hf, torch.tensor([ids]))[0, -1]
+    mask[0, 0, -1, list(hidden)] = -torch.inf
+    with torch.no_grad():
+        want = smollm2.hf(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0, -1]
+    head = engine.prefill(smollm2, ids[:-1])
+    cut = engine.capture(smollm2, head, ids[-1:], edits=Edits(cuts=[Cut(keys=hidden)]), want=())
+    at = torch.tensor([p in hidden for p in range(n - 1)])
+    bias = tuple((at * -1e9).expand(k.shape[:3]) for k in head.keys)
+    biased = engine.decide(smollm2, dataclasses.replace(head, bias=bias), ids[-1:])[0]
+    for got in (engine.logits_of(smollm2, cut.hidden[0, -1]), biased):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-3)
+    assert (want - plain).abs().max() > 0.1

@@ -119,7 +119,7 @@ def compaction_quality(
     for name, value, least in (("max_new_tokens", max_new_tokens, 1), ("timing", timing, 0)):
         if value < least:
             raise InputError(f"{name}={value}: give at least {least}.")
-    questions = sources_of(questions)
+    questions = sources_of(questions, "questions")
     attention.require(model.hf)
     competence = Competence(min_gap, min_gap_noise)
     found, aside = items_of(model, questions)
