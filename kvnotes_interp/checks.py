@@ -198,7 +198,7 @@ def _paths(model: Model, ids: list[int], cut: int, head: KVCache, own: Tensor, l
         return logits(CompactCache.of(head).kept([rest] * head.n_layers))
 
     def swept() -> Tensor:
-        whole, all_tokens = Site(range(cut)), range(len(last))
+        whole, all_tokens = Site(tuple(range(cut))), range(len(last))
         other = engine.prefill(model, list(reversed(ids[:cut])))
         return engine.sweep(model, other, head, [whole], tail, all_tokens).scores[0]
 

@@ -109,7 +109,7 @@ def _tensor_digest(hf: nn.Module, name: str, tensor: Tensor) -> str:
             return f"{tensor.dtype}{tuple(tensor.shape)}meta"
         tensor = kept
     data = tensor.detach().cpu().contiguous().reshape(-1)
-    digest = xxhash.xxh3_128(data.view(torch.uint8).numpy() if data.numel() else b"").hexdigest()
+    digest = xxhash.xxh3_128(data.view(torch.uint8).numpy().data if data.numel() else b"").hexdigest()
     return f"{tensor.dtype}{tuple(tensor.shape)}{digest}"
 
 

@@ -44,7 +44,7 @@ def pairs_of(probe: str, pairs: Pair | Iterable[Pair]) -> list[Pair]:
     return found
 
 
-def once(sources: Sequence[Pair] | Sequence[Question]) -> None:
+def once(sources: Sequence[Pair | Question]) -> None:
     """Raise InputError for a source that is given twice: it would count as two observations."""
     seen: set[str] = set()
     for source in sources:
