@@ -92,7 +92,9 @@ def output_projection(layer: nn.Module) -> nn.Linear:
         found = getattr(attention, name, None)
         if isinstance(found, nn.Linear):
             return found
-    raise UnsupportedError(f"{type(attention).__name__}: no output projection (a Linear) found.")
+    raise UnsupportedError(
+        f"{type(attention).__name__}: no output projection (a Linear) found, so head outputs are refused on this model."
+    )
 
 
 def attention_projections(layer: nn.Module) -> dict[str, nn.Linear]:
@@ -117,10 +119,10 @@ def attention_write(layer: nn.Module) -> nn.Module:
     The attention module itself, or the norm behind it in families that norm what a block writes (Gemma 2 and 3, OLMo 2
     and 3, GLM 4): there the norm before the MLP goes by another name than `post_attention_layernorm`.
     """
-    for name in ("post_self_attn_layernorm", "post_attention_layernorm"):
+    for name in ("post_self_attn_layernorm", "post_norm1", "post_attention_layernorm"):
         found = getattr(layer, name, None)
         mlp_norms = ("pre_feedforward_layernorm", "pre_mlp_layernorm", "post_feedforward_layernorm")
-        sandwiched = name == "post_self_attn_layernorm" or any(hasattr(layer, n) for n in mlp_norms)
+        sandwiched = name != "post_attention_layernorm" or any(hasattr(layer, n) for n in mlp_norms)
         if isinstance(found, nn.Module) and sandwiched:
             return found
     return attention_module(layer)
@@ -128,7 +130,8 @@ def attention_write(layer: nn.Module) -> nn.Module:
 
 def mlp_write(layer: nn.Module) -> nn.Module:
     """The module whose output, times `residual_scale`, a layer adds to the residual stream on behalf of its MLP."""
-    for name in ("post_feedforward_layernorm", "post_mlp_layernorm", "mlp", "feed_forward", "block_sparse_moe", "moe"):
+    norms = ("post_feedforward_layernorm", "post_mlp_layernorm", "post_norm2")
+    for name in (*norms, "mlp", "feed_forward", "block_sparse_moe", "moe"):
         found = getattr(layer, name, None)
         if isinstance(found, nn.Module):
             return found

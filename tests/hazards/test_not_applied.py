@@ -31,20 +31,38 @@ ROUNDED = {"rtol": 0, "atol": 1e-6}  # eager attention takes its softmax in floa
 
 
 def odd(kind: str) -> Any:
-    """A family whose attention is not to be stood in for: Falcon runs its own, Doge adds to the mask."""
+    """A family that does something of its own: see ODD."""
     sizes = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
     more = {
         "falcon": {"alibi": False, "multi_query": False, "num_kv_heads": 2, "new_decoder_architecture": True},
+        "gpt_neox_japanese": {"intermediate_multiple_size": 2},
         "doge": {"num_key_value_heads": 2, "intermediate_size": 48, "keep_window_size": 64},
+        "jetmoe": {
+            "kv_channels": 8,
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        "hyperclovax": {
+            "num_key_value_heads": 2,
+            "intermediate_size": 48,
+            "use_post_norm": True,
+            "residual_multiplier": 0.7,
+        },
     }[kind]
     config = AutoConfig.for_model(kind, **sizes, **more, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(config, attn_implementation="eager" if kind == "doge" else "sdpa")
+    attn = "sdpa" if kind == "falcon" else "eager"
+    hf = AutoModelForCausalLM.from_config(config, attn_implementation=attn, experts_implementation="eager")
     initialise(hf, 0)
     return hf.double().eval()
 
 
-ODD = ("falcon", "doge")  # Doge also scales what it read by a learned vector
+# Falcon and GPT-NeoX-Japanese run attention of their own. Doge adds to the mask, and scales what it reads by a learned
+# vector. JetMoE attends to more key heads than it caches. HyperCLOVA X norms what it writes, under names of its own.
+ODD = ("falcon", "gpt_neox_japanese", "doge", "jetmoe", "hyperclovax")
+OWN_ATTENTION = ODD[:2]
 
 
 def model_of(name: str) -> kv.Model:
@@ -224,8 +242,9 @@ def an_mlp_write(name: str) -> tuple[Tensor, Tensor]:
 
 WAYS = (a_cut, a_key_bias, a_compact_cache, a_recompute, a_patch, heads_to_zero, a_vector_added, an_mlp_write)
 # What is refused by name, and nothing else may be: (way, architecture).
-REFUSED = {(way.__name__, "falcon") for way in WAYS if way is not a_patch}
+REFUSED = {(way.__name__, name) for way in WAYS for name in OWN_ATTENTION if way is not a_patch}
 REFUSED |= {("a_compact_cache", "doge"), ("a_recompute", "doge"), ("an_mlp_write", "doge")}
+REFUSED |= {("a_compact_cache", "jetmoe"), ("a_key_bias", "jetmoe"), ("heads_to_zero", "jetmoe")}
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *ODD])
@@ -247,17 +266,18 @@ def test_the_effect_is_that_of_plain_transformers_or_it_is_refused(way: Callable
 def test_check_names_the_hazard_or_passes(name: str) -> None:
     report = model_of(name).check()
     bad = {check.name: check.detail for check in report.failures}
-    if name not in ODD:
+    if name not in ODD or name == "hyperclovax":
         assert report.passed, bad
         return
     assert not report.passed
     assert all("refused" in detail for detail in bad.values()), bad
     assert all(check["value"] is None or check["passed"] for check in report.to_dict()["checks"])
-    if name == "falcon":
-        assert "did not call the attention function" in " ".join(bad.values())
-    else:
-        assert "attention mask" in " ".join(bad.values())
-        assert "not what it read plus" in " ".join(bad.values())
+    said = {
+        "doge": ("attention mask", "not what it read plus"),
+        "jetmoe": ("attends to 4 key heads and caches 2", "no output projection"),
+    }
+    for words in said.get(name, ("did not call the attention function",)):
+        assert words in " ".join(bad.values())
 
 
 def test_records_and_knockouts_of_a_model_that_runs_its_own_attention_are_refused() -> None:
