@@ -609,3 +609,21 @@ def test_names_that_are_written_twice_are_the_same() -> None:
         if compactor.setting:
             default = inspect.signature(compactor._implementation).parameters[compactor.setting].default
             assert compactor.number is (type(default) if type(default) in (int, float) else None), compactor.name
+
+
+@pytest.mark.parametrize(
+    ("text", "old", "new", "named"),
+    [
+        ("so it is open, not shut", " open", " shut", "new"),
+        ("reopened", " open", " shut", None),  # the control: no part of a word
+        ("所以门是开的。", "开", "关", "old"),
+        ("ドアは閉まっています", "開", "閉", "new"),
+        ("it costs $10, no: +5", " $10", " +5", "new"),
+    ],
+)
+def test_answers_are_found_in_scripts_without_spaces_and_with_signs(
+    text: str, old: str, new: str, named: str | None
+) -> None:
+    from kvnotes_interp.probes.editing.thought import named_last
+
+    assert named_last(text, old, new) == named

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from typing import Any
+from unicodedata import east_asian_width
 
 from kvnotes_interp import engine, metrics
 from kvnotes_interp.operators import edits as library
@@ -59,13 +60,17 @@ def thought_rows(
 def named_last(text: str, old: str, new: str) -> str | None:
     """Which answer a text names last, as whole words: "old", "new", or None."""
     places = {
-        name: max(
-            (m.start() for m in re.finditer(rf"\b{re.escape(answer.strip())}\b", text, re.IGNORECASE)), default=-1
-        )
+        name: max((m.start() for m in re.finditer(_whole(answer.strip()), text, re.IGNORECASE)), default=-1)
         for name, answer in (("old", old), ("new", new))
     }
     best = max(places, key=places.__getitem__)
     return best if places[best] >= 0 and places["old"] != places["new"] else None
+
+
+def _whole(answer: str) -> str:
+    """A pattern for the answer as a whole word; scripts that set no spaces have no edges of words."""
+    edges = [re.match(r"\w", c) is not None and east_asian_width(c) not in "WF" for c in (answer[0], answer[-1])]
+    return (r"(?<!\w)" if edges[0] else "") + re.escape(answer) + (r"(?!\w)" if edges[1] else "")
 
 
 def _ends(case: Case) -> Sequence[int]:
