@@ -273,7 +273,7 @@ def _cut(
     mask = torch.zeros(len(here), n_heads if by_head else 1, n_queries, n_keys, dtype=torch.bool)
     for index, row in enumerate(here):
         for c in row:
-            heads = torch.tensor(range(mask.shape[1]) if c.heads is None else c.heads)
+            heads = torch.tensor(range(mask.shape[1]) if c.heads is None else c.heads, dtype=torch.long)
             queries = torch.tensor(range(n_queries) if c.queries is None else [q - start for q in c.queries])
             mask[index, heads[:, None, None], queries[:, None], torch.tensor(c.keys)] = True
     return mask.to(scores.device)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from jaxtyping import Bool
 from torch import Tensor
 
+from kvnotes_interp.errors import whole_numbers
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -21,6 +23,12 @@ class Cut:
     queries: tuple[int, ...] | None = None
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keys", "queries", "layers", "heads"):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, whole_numbers(f"cuts.{name}", value))
 
 
 @dataclass

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvnotes_interp.errors import InputError
+from kvnotes_interp.errors import InputError, whole_numbers
 from kvnotes_interp.rope import RopeGeometry, rotate
 from kvnotes_interp.sites import Site, check_donor
 
@@ -176,7 +176,7 @@ class KVCache:
 
     def take(self, slots: Sequence[int] | Int[Tensor, " slot"]) -> KVCache:
         """These slots, in the given order, at the positions they had; a slot may be named twice. `end` stays."""
-        index = torch.as_tensor(slots, dtype=torch.long)
+        index = torch.tensor(whole_numbers("slots", slots), dtype=torch.long)
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
             raise InputError(f"slots {int(index.min())} to {int(index.max())} of a cache of {len(self)}.")
         return self._mapped(
@@ -215,7 +215,8 @@ class KVCache:
             if not site.positions:
                 continue
             pos = torch.tensor(site.positions)
-            heads = torch.arange(self.n_kv_heads) if site.kv_heads is None else torch.tensor(site.kv_heads)
+            every = range(self.n_kv_heads) if site.kv_heads is None else site.kv_heads
+            heads = torch.tensor(every, dtype=torch.long)
             for layer in site.layers_of(self.n_layers):
                 at = (
                     slice(None),
@@ -236,7 +237,10 @@ class KVCache:
 
         Rotation error adds up when a cast cache is moved again and again: keep the original and place that.
         """
-        positions = torch.as_tensor(positions, dtype=torch.long)
+        positions = torch.as_tensor(positions)
+        if positions.is_floating_point() or positions.dtype == torch.bool:
+            raise InputError(f"positions are {positions.dtype}; give whole numbers.")
+        positions = positions.to(torch.long)
         if positions.shape != self.positions.shape:
             raise InputError(f"{positions.numel()} positions given for a cache of {len(self)} slots.")
         delta = positions - self.positions

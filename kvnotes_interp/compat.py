@@ -90,8 +90,8 @@ def output_projection(layer: nn.Module) -> nn.Linear:
     attention = attention_module(layer)
     for name in ("o_proj", "dense", "out_proj", "c_proj"):
         found = getattr(attention, name, None)
-        if isinstance(found, nn.Linear):
-            return found
+        if isinstance(found, nn.Linear) or isinstance(getattr(found, "base_layer", None), nn.Linear):
+            return found  # type: ignore[return-value]
     raise UnsupportedError(
         f"{type(attention).__name__}: no output projection (a Linear) found, so head outputs are refused on this model."
     )
@@ -318,13 +318,17 @@ def unembed(
     if head is None:
         raise UnsupportedError(f"{type(hf).__name__} has no output embeddings: it is not a causal language model.")
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    weight, bias = head.weight, getattr(head, "bias", None)
-    if token_ids is not None:
-        index = token_ids.to(weight.device)
-        weight, bias = weight[index], None if bias is None else bias[index]
-    logits = hidden.to(weight.device, dtype) @ weight.to(dtype).mT
-    if bias is not None:
-        logits = logits + bias.to(dtype)
+    if _is_plain_head(head):
+        weight, bias = head.weight, getattr(head, "bias", None)
+        if token_ids is not None:
+            index = token_ids.to(weight.device)
+            weight, bias = weight[index], None if bias is None else bias[index]
+        logits = hidden.to(weight.device, dtype) @ weight.to(dtype).mT
+        if bias is not None:
+            logits = logits + bias.to(dtype)
+    else:  # an adapter, a hook or a forward of its own: the head itself is asked
+        logits = _asked(hf, head, hidden).to(dtype)
+        logits = logits if token_ids is None else logits[..., token_ids.to(logits.device)]
     config = text_config(hf)
     if (scale := getattr(config, "logit_scale", None)) is not None:  # Cohere
         logits = logits * scale
@@ -333,6 +337,23 @@ def unembed(
     if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma-2
         logits = cap * torch.tanh(logits / cap)
     return logits
+
+
+def _is_plain_head(head: Any) -> bool:
+    """Whether a head is its weight (and bias) and no more; an adapter's stand-in for remote models is, too."""
+    if not isinstance(head, nn.Module):
+        return True
+    return type(head) is nn.Linear and not (head._forward_hooks or head._forward_pre_hooks or "forward" in vars(head))
+
+
+def _asked(hf: PreTrainedModel, head: nn.Module, hidden: Tensor) -> Tensor:
+    weight = next(head.parameters())
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        raise UnsupportedError(
+            f"{type(hf).__name__}: its unembedding ({type(head).__name__}) has an adapter, a hook or a forward of its "
+            f"own, and would give logits in {weight.dtype}, too coarse to compare. Merge it, or load it in float32."
+        )
+    return head(hidden.to(weight.device, weight.dtype))
 
 
 # --- refusals ----------------------------------------------------------------------------------------------------
@@ -371,6 +392,12 @@ def refuse_unsupported(hf: PreTrainedModel) -> None:
             f"{name} uses rope_type={kind!r}: {_UNSUPPORTED_ROPE[kind]}, so keys cached on either side are not "
             "related by a rotation. It is refused rather than rotated wrongly."
         )
+    for index, layer in enumerate(layers(hf)):
+        if (own := getattr(attention_module(layer), "layer_idx", index)) != index:
+            raise UnsupportedError(
+                f"{name}: the layer in place {index} calls itself layer {own}, so a cache, a cut and a hook would name "
+                "different layers. Give every layer a module of its own, numbered in order (layer_idx)."
+            )
     if any(getattr(attention_module(layer), "sinks", None) is not None for layer in layers(hf)):
         raise UnsupportedError(f"{name} has attention sinks (an extra softmax column), which no probe here models.")
     heads = [m for m in hf.modules() if type(m).__name__ in ("MambaMixer", "RecurrentGemmaRecurrentBlock")]

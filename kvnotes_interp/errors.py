@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class KVNotesError(Exception):
@@ -42,6 +43,27 @@ class ControlError(KVNotesError):
     """A control failed, so the numbers it guards mean nothing."""
 
     exit_code = 1
+
+
+def whole_numbers(name: str, values: Any) -> tuple[int, ...]:
+    """The values as plain ints: a number alone, a sequence, a range, a generator, an array or a tensor of them.
+
+    Raises InputError for a mask of True and False, a fraction, a text, or anything else: each would be taken for other
+    places than those that were meant.
+    """
+    if isinstance(values, str | bytes) or not hasattr(values, "__iter__"):
+        raise InputError(f"{name}={values!r}: give whole numbers, such as (3, 4).")
+    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    out = []
+    for value in listed if isinstance(listed, list) else [listed]:
+        value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            kind = (
+                "a mask of True and False; give the indices, mask.nonzero()" if isinstance(value, bool) else "no index"
+            )
+            raise InputError(f"{name} holds {value!r}, which is {kind}.")
+        out.append(value.__index__())
+    return tuple(out)
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

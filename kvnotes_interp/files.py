@@ -157,6 +157,8 @@ def parse_yaml(text: str, where: str, *, of: type | None = None) -> Any:
 
 def check_text(text: str, where: str) -> str:
     """`text`. Raises InputError when it holds half a character (a lone surrogate) or NUL: no tokenizer reads these."""
+    if not isinstance(text, str):
+        raise InputError(f"{where}: {text!r} is no text; write it in quotes.")
     if found := _SURROGATE.search(text):
         raise InputError(
             f"{where}: character {found.start()} is half a character, a lone surrogate (\\u{ord(found.group()):04x}). "

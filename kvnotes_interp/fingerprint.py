@@ -6,7 +6,7 @@ two passes, so `Identity` watches it: a look at versions, addresses and a few nu
 the whole fingerprint again when one of these moved.
 
 What it does not see: a single number changed through `.data` between the places that are looked at, until the next run
-takes the whole fingerprint; and hooks, which a run's request names instead (`interference`).
+takes the whole fingerprint; and hooks and patched classes, which a run's request names instead (`interference`).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _PRIVATE_SETTINGS = ("_disable_adapters", "_active_adapter")  # PEFT's, which de
 _ADAPTER_STATE = (*_PRIVATE_SETTINGS, "merged_adapters", "scaling", "active_adapter")
 _LAYER = re.compile(r"(?:^|\.)((?:layers|h|blocks)\.\d+)\.")
 _LOOKED_AT = 8  # numbers of every weight
+_PLAIN = frozenset({int, float, bool, str})
 _KNOWN = ("kvnotes_interp", "transformers", "accelerate")  # whose hooks record, or put weights where they are needed
 
 
@@ -122,10 +123,12 @@ def _offloaded(hf: nn.Module, name: str) -> Tensor | None:
 
 def _settings(module: nn.Module) -> dict[str, Any]:
     """What a module was set to: its attributes that are plain values, and digests of those that are tensors."""
-    found = {}
+    found: dict[str, Any] = {}
+    if isinstance(module, torch.jit.ScriptModule):
+        return found  # no pass accepts it
+    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
+        found["forward"] = function(vars(module)["forward"])
     for name, value in vars(module).items():
-        if isinstance(module, torch.jit.ScriptModule):
-            break  # no pass accepts it
         if name in _NO_SETTING or (name.startswith("_") and name not in _PRIVATE_SETTINGS):
             continue
         if isinstance(value, Tensor):
@@ -154,6 +157,9 @@ class Identity:
         self._hf = hf
         self._take()
 
+        self._layers = len(compat.layers(hf))
+        self._turning = {n: d for n, d in self._details.items() if n.endswith("inv_freq")}
+
     def _take(self) -> None:
         self._details = _details(self._hf)
         self._watched = _Watched(self._hf)
@@ -164,27 +170,34 @@ class Identity:
         Raises UnsupportedError when rotary frequencies or the number of layers are other ones: what was read off the
         model when it was loaded is then wrong.
         """
-        if self._watched.same():
-            return ()
-        before = self._details
-        self._take()
-        names = before.keys() | self._details.keys()
-        found = tuple(sorted(n for n in names if before.get(n) != self._details.get(n)))
-        turned = [n for n in found if n.endswith("inv_freq")]
-        if turned:
+        found: tuple[str, ...] = ()
+        if not self._watched.same():
+            before = self._details
+            self._take()
+            names = before.keys() | self._details.keys()
+            found = tuple(sorted(n for n in names if before.get(n) != self._details.get(n)))
+        # What was read off the model when it was loaded is compared every time: an error once seen stays one.
+        turning = {n: d for n, d in self._details.items() if n.endswith("inv_freq")}
+        n_layers = len(compat.layers(self._hf))
+        if turning != self._turning or n_layers != self._layers:
+            turned = [n for n in turning.keys() | self._turning.keys() if turning.get(n) != self._turning.get(n)]
+            what = f"{min(turned)} was changed" if turned else f"it has {n_layers} layers instead of {self._layers}"
             raise UnsupportedError(
-                f"{turned[0]} of {type(self._hf).__name__} was changed after the model was loaded, so its rotary "
-                "geometry is another one: load it again with kv.load(model.hf, tokenizer=...)."
+                f"{type(self._hf).__name__}: {what} after the model was loaded, so that its geometry is another one: "
+                "load it again with kv.load(model.hf, tokenizer=...)."
             )
         return found
 
 
 class _Watched:
-    """What can be looked at quickly: identities, versions and a few numbers of all weights, and adapters' states."""
+    """What can be looked at quickly: identities, versions and a few numbers of all weights, settings and the config."""
 
     def __init__(self, hf: nn.Module) -> None:
         self.hf = hf
-        self.tensors, self.marks, self.adapters = self._look()  # tensors are held: no identity is used again
+        # Where to look: the dictionaries of every module, and the names of its settings.
+        modules = [m for m in hf.modules() if not isinstance(m, torch.jit.ScriptModule)]
+        self.places = [(m.__dict__, _watched_names(m.__dict__)) for m in modules]
+        self.tensors, self.marks, self.settings = self._look()  # tensors are held: no identity is used again
         self.views: dict[Any, list[Tensor]] = {}
         for tensor in self.tensors:
             if not tensor.is_meta and tensor.numel():
@@ -192,26 +205,36 @@ class _Watched:
         self.numbers = self._numbers()
 
     def same(self) -> bool:
-        _, marks, adapters = self._look()
-        if marks != self.marks or adapters != self.adapters:
+        _, marks, settings = self._look()
+        if marks != self.marks or settings != self.settings:
             return False
         return all(torch.equal(a, b) for a, b in zip(self._numbers(), self.numbers, strict=True))
 
-    def _look(self) -> tuple[list[Tensor], list[tuple[int, int, int]], list[str]]:
-        tensors, adapters, stack = [], [], [self.hf]
-        while stack:
-            about = stack.pop().__dict__
-            if "_parameters" not in about:  # a traced module, which no pass accepts
-                continue
-            tensors += [t for part in (about["_parameters"], about["_buffers"]) for t in part.values() if t is not None]
+    def _look(self) -> tuple[list[Tensor], list[Any], list[Any]]:
+        found: list[Any] = []
+        marks: list[Any] = []
+        settings: list[Any] = [repr({k: v for k, v in compat.text_config(self.hf).__dict__.items() if k[0] != "_"})]
+        for about, names in self.places:
+            found += about["_parameters"].values()
+            found += about["_buffers"].values()
+            marks += map(id, about["_modules"].values())
+            settings.append(len(about))
+            settings += map(about.get, names)
+            if "forward" in about:
+                settings.append(id(about["forward"]))
             if "_disable_adapters" in about:
-                adapters.append(repr([about.get(name) for name in _ADAPTER_STATE]))
-            stack += [module for module in about["_modules"].values() if module is not None]
-        return tensors, [(id(t), t._version, 0 if t.is_meta else t.data_ptr()) for t in tensors], adapters
+                settings.append(repr([about.get(name) for name in _ADAPTER_STATE]))
+        tensors = [tensor for tensor in found if tensor is not None]
+        marks += [(id(t), t._version, 0 if t.is_meta else t.data_ptr()) for t in tensors]
+        return tensors, marks, settings
 
     def _numbers(self) -> list[Tensor]:
         # As bytes, so that NaN equals itself.
         return [torch.cat(views).view(torch.uint8) for views in self.views.values()]
+
+
+def _watched_names(about: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(k for k, v in about.items() if v.__class__ in _PLAIN and k[0] != "_" and k not in _NO_SETTING)
 
 
 def _few(tensor: Tensor) -> Tensor:
@@ -232,10 +255,17 @@ def interference(hf: PreTrainedModel) -> dict[str, str]:
     They can change every number and no weight tells. What a hook closes over is seen as far as it is plain.
     """
     found: dict[str, str] = {}
+    everywhere = torch.nn.modules.module
+    everyone = [*everywhere._global_forward_pre_hooks.values(), *everywhere._global_forward_hooks.values()]
+    if everyone:
+        found["every module"] = ", ".join(map(function, everyone))
     for name, module in hf.named_modules():
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
             hooks.append(vars(module)["forward"])
+        home = next(c for c in type(module).__mro__ if "forward" in vars(c))
+        if home.forward.__module__ != home.__module__:  # a class that somebody patched
+            hooks.append(home.forward)
         foreign = [hook for hook in hooks if (getattr(hook, "__module__", "") or "").partition(".")[0] not in _KNOWN]
         if foreign:
             found[name or "model"] = ", ".join(map(function, foreign))

@@ -8,7 +8,6 @@ by name. What is stored is also compared with what was loaded, by a few numbers 
 from __future__ import annotations
 
 import inspect
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvnotes_interp import declared, shapes, weights
+from kvnotes_interp import declared, files, shapes, weights
 from kvnotes_interp.errors import InputError, UnsupportedError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -25,7 +24,10 @@ _FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors spells them
 _DECISIVE = (
     *("logit_scale", "logits_scaling", "final_logit_softcapping", "attn_logit_softcapping", "embedding_multiplier"),
     *("residual_multiplier", "attention_multiplier", "query_pre_attn_scalar", "sliding_window", "scale_emb"),
-    *("scale_depth", "dim_model_base", "attention_scale", "clip_qkv", "alibi", "use_alibi"),
+    *("scale_depth", "dim_model_base", "attention_scale", "clip_qkv", "alibi", "use_alibi", "attn_scale"),
+    *("softmax_scale", "embedding_scale", "emb_scale", "logits_scale", "mup_scale", "rms_eps", "layer_norm_eps"),
+    *("activation_function", "qk_norm", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "parallel_attn"),
+    "use_sliding_window",
 )
 # Rotary fields that transformers moves into rope_parameters; the live angles are compared with them.
 _THETAS, _PARTS = ("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct", "rope_pct")
@@ -104,11 +106,8 @@ def refuse_adapter(folder: Path, name: str) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json as it is written. Raises InputError if it is not JSON."""
-    try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    """config.json as it is written. Raises InputError if it is not a mapping in JSON."""
+    return files.read_json(folder / "config.json", "model config", of=dict)
 
 
 # --- before loading ------------------------------------------------------------------------------------------------
@@ -121,22 +120,23 @@ def _stored(folder: Path, name: str, raw: Mapping[str, Any]) -> dict[str, tuple[
     single, index = folder / _SINGLE, folder / _INDEX
     mapped: dict[str, str] = {}
     if isinstance(other := raw.get("transformers_weights"), str):
-        files = [folder / other]
+        shards = [folder / other]
     elif index.is_file():
-        mapped = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = [folder / file for file in sorted(set(mapped.values()))]
-        if single.is_file() and single not in files:
+        about = files.read_json(index, "weight index", of=dict)
+        mapped = files.entry(about, "weight_map", dict, f"weight index {index}", "Save or download the model again.")
+        shards = [folder / file for file in sorted(set(mapped.values()))]
+        if single.is_file() and single not in shards:
             raise UnsupportedError(
                 f'"{name}" holds both {_SINGLE} and {_INDEX}, which names other files: which of them is the model '
                 "cannot be told. Remove one of the two."
             )
-        absent = [file.name for file in files if not file.is_file()]
+        absent = [file.name for file in shards if not file.is_file()]
         if absent:
             raise InputError(f'"{name}" lacks {", ".join(absent)}, which {_INDEX} names: copy or download it again.')
     else:
-        files = [single] if single.is_file() else []
+        shards = [single] if single.is_file() else []
     found: dict[str, tuple[Path, str, tuple[int, ...]]] = {}
-    for file in files:
+    for file in shards:
         try:
             with safe_open(file, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - no mapping
@@ -292,6 +292,14 @@ def _compare_rotary(hf: Any, raw: Mapping[str, Any], name: str) -> None:
         flat = dict(live[None])
         for name_here, names in zip(usual, (_THETAS, _PARTS), strict=True):
             flat[name_here] = next((own[k] for k in names if own.get(k) is not None), flat.get(name_here))
+        for name_here, names in zip(usual, (_THETAS, _PARTS), strict=True):
+            beside = {k: own[k] for k in names if own.get(k) is not None}
+            clash = [k for k, v in beside.items() if given.get(name_here) not in (None, v)]
+            if clash:
+                raise UnsupportedError(
+                    f'"{name}": config.json says {clash[0]} = {beside[clash[0]]} and, of its rotary parameters, '
+                    f"{name_here} = {given[name_here]}. Remove the one that is not meant."
+                )
         if given:
             flat = {k: v for k, v in flat.items() if k in usual} | given
             flat.setdefault("original_max_position_embeddings", own.get("original_max_position_embeddings"))

@@ -12,6 +12,9 @@ from torch import nn
 
 from kvnotes_interp.errors import UnsupportedError
 
+# Modules of torch that do the same in both modes, and so may be new in a model that was loaded before.
+_STEADY = tuple(f"torch.nn.modules.{part}" for part in ("activation", "container", "linear", "normalization", "sparse"))
+
 
 def require(hf: nn.Module) -> None:
     """Raise UnsupportedError, naming the module and what to do, where a pass could not be trusted."""
@@ -51,7 +54,7 @@ def _is_steady(module: nn.Module) -> bool:
     kind = type(module)
     if isinstance(module, nn.Dropout):
         return module.p == 0
-    return kind in (nn.Linear, nn.Identity, nn.ModuleDict, nn.ParameterDict) or kind.__module__.startswith("peft.")
+    return kind.__module__ in _STEADY or kind.__module__.startswith("peft.")
 
 
 def _is_compiled(module: nn.Module, about: dict[str, object]) -> bool:

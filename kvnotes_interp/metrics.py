@@ -45,6 +45,12 @@ class Competence:
     min_gap: float = 0.25
     min_gap_noise: float = 50.0
 
+    def __post_init__(self) -> None:
+        for name in ("min_gap", "min_gap_noise"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise InputError(f"{name}={value!r}: give a number from 0.")
+
     def reason(self, *, old: float, new: float, noise: float, control: bool = False) -> str:
         """Why this pair is set aside, or an empty string. Both signs are required: `s_old < 0 < s_new`.
 

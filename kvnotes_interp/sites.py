@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvnotes_interp.errors import InputError
+from kvnotes_interp.errors import InputError, whole_numbers
 
 if TYPE_CHECKING:
     from kvnotes_interp.cache import KVCache
@@ -35,7 +35,7 @@ class Site:
         for name in ("positions", "layers", "kv_heads"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, tuple(sorted({int(v) for v in value})))
+                object.__setattr__(self, name, tuple(sorted(set(whole_numbers(f"site.{name}", value)))))
         if self.part not in PARTS:
             raise InputError(f"part={self.part!r}: a site patches one of {PARTS}.")
 

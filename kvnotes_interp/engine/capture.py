@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvnotes_interp import attention, compat
 from kvnotes_interp.cache import KVCache
@@ -30,7 +30,7 @@ from kvnotes_interp.engine.forward import (
     rows_for,
 )
 from kvnotes_interp.engine.hooks import Hooks
-from kvnotes_interp.errors import InputError, nearest
+from kvnotes_interp.errors import InputError, UnsupportedError, nearest, whole_numbers
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -98,7 +98,7 @@ def capture(
     ids = as_ids(model, token_ids) if cache is None else rows_for(model, cache, token_ids)
     n_old = 0 if cache is None else len(cache)
     new = range(n_old, n_old + ids.shape[1])
-    chosen = tuple(new) if slots is None else tuple(slots)
+    chosen = tuple(new) if slots is None else whole_numbers("slots", slots)
     checking.check_slots("slots", chosen, new)
     checking.check(edits, model.shape, new, ids.shape[0])
     places = places_of(model, ids, 0 if cache is None else cache.end, positions)
@@ -159,7 +159,10 @@ def head_writes(
     Without a norm behind the projection, the sum over heads plus the bias is what attention adds to the residual.
     """
     layer_module = compat.layers(model.hf)[layer]
-    weight = compat.output_projection(layer_module).weight
+    projection = compat.output_projection(layer_module)
+    if not isinstance(projection, nn.Linear):
+        raise UnsupportedError(f"layer {layer}: the output projection holds an adapter; merge it to take heads apart.")
+    weight = projection.weight
     heads, d_head = outputs.shape[-2:]
     by_head = weight.to("cpu", outputs.dtype).view(weight.shape[0], heads, d_head)
     return torch.einsum("...hd,mhd->...hm", outputs, by_head) * compat.residual_scale(layer_module)

@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvnotes_interp.attention import Cut
-from kvnotes_interp.errors import InputError
+from kvnotes_interp.attention_plan import Cut
+from kvnotes_interp.errors import InputError, whole_numbers
 
 if TYPE_CHECKING:
     from kvnotes_interp.registry import ModelShape
@@ -32,6 +33,11 @@ class HeadPatch:
     outputs: Mapping[int, Float[Tensor, "batch query head d_head"]]
     take: Mapping[int, Bool[Tensor, "batch query head"]]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "queries", whole_numbers("heads.queries", self.queries))
+        object.__setattr__(self, "outputs", _by_layer("heads.outputs", self.outputs))
+        object.__setattr__(self, "take", _by_layer("heads.take", self.take))
+
 
 @dataclass(frozen=True)
 class ResidualPatch:
@@ -42,6 +48,10 @@ class ResidualPatch:
 
     slots: tuple[int, ...]
     add: Mapping[int, Float[Tensor, "batch slot d_model"]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", whole_numbers("residual.slots", self.slots))
+        object.__setattr__(self, "add", _by_layer("residual.add", self.add))
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,10 @@ class WritePatch:
     part: Literal["attention", "mlp"]
     slots: tuple[int, ...]
     outputs: Mapping[int, Float[Tensor, "batch slot d_model"]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "slots", whole_numbers("writes.slots", self.slots))
+        object.__setattr__(self, "outputs", _by_layer("writes.outputs", self.outputs))
 
 
 @dataclass(frozen=True)
@@ -68,14 +82,32 @@ class Edits:
     residual: ResidualPatch | None = None
     writes: Sequence[WritePatch] = ()
 
+    def __post_init__(self) -> None:
+        for name, kind in (("cuts", Cut), ("writes", WritePatch)):
+            value = getattr(self, name)
+            if isinstance(value, kind):
+                raise InputError(f"edits.{name} is one {kind.__name__}; give a list of them.")
+            listed = tuple(row if isinstance(row, kind) or name == "writes" else tuple(row) for row in value)
+            if len({isinstance(row, kind) for row in listed}) > 1:
+                raise InputError(f"edits.{name} mixes {kind.__name__}s and lists of them; give one or the other.")
+            object.__setattr__(self, name, listed)
+
     @property
     def rows(self) -> tuple[tuple[Cut, ...], ...]:
         """The cuts as one tuple for all rows, or one per row; empty without cuts."""
         if not self.cuts:
             return ()
-        if isinstance(self.cuts[0], Cut):
-            return (tuple(self.cuts),)  # type: ignore[arg-type]
-        return tuple(tuple(row) for row in self.cuts)  # type: ignore[union-attr]
+        return (self.cuts,) if isinstance(self.cuts[0], Cut) else self.cuts  # type: ignore[return-value]
+
+
+def _by_layer(name: str, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """The mapping with plain ints for layers. Raises InputError for another key, or for what is no real tensor."""
+    found = dict(zip(whole_numbers(name, list(given)), given.values(), strict=True))
+    for layer, tensor in found.items():
+        if not isinstance(tensor, Tensor) or tensor.is_complex():
+            what = f"{tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(f"{name}[{layer}] is {what}; give a tensor of real numbers.")
+    return found
 
 
 def check(edits: Edits, shape: ModelShape, new: range, batch: int) -> None:
@@ -95,6 +127,8 @@ def check(edits: Edits, shape: ModelShape, new: range, batch: int) -> None:
             size = (len(heads.queries), shape.n_heads)
             _check_shape(f"heads.outputs[{layer}]", outputs, batch, size, "query head d_head")
             _check_shape(f"heads.take[{layer}]", take[layer], batch, size, "query head")
+            if take[layer].dtype != torch.bool:
+                raise InputError(f"heads.take[{layer}] is {take[layer].dtype}; give True where a head is replaced.")
     if edits.residual is not None:
         check_slots("residual.slots", edits.residual.slots, new)
         for layer, add in edits.residual.add.items():
@@ -139,9 +173,10 @@ def _check_cuts(rows: Sequence[Sequence[Any]], shape: ModelShape, new: range, ba
         if cut.queries is not None:
             check_slots("cuts.queries", tuple(dict.fromkeys(cut.queries)), new)
         queries = new if cut.queries is None else cut.queries
-        if cut.keys and queries and min(cut.keys) > max(queries):
+        unseen = [key for key in cut.keys if queries and key > max(queries)]
+        if unseen:
             raise InputError(
-                f"a cut of keys {cut.keys} from queries {tuple(queries)} cuts nothing: no query sees what comes later."
+                f"a cut of key {unseen[0]} from queries {tuple(queries)} cuts nothing: no query sees what comes later."
             )
 
 

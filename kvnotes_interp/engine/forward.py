@@ -5,10 +5,11 @@ A `CompactCache` runs like a `KVCache`, and comes back as one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +18,7 @@ from torch import Tensor
 from kvnotes_interp import attention, compat, live
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.compact import Cache, CompactCache
-from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError
+from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError, whole_numbers
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -34,12 +35,26 @@ def as_ids(model: Model, token_ids: TokenIds) -> Int[Tensor, "batch pos"]:
     Raises InputError on none, and on one that the model has no embedding for.
     """
     live.require_dtype(model.hf)
-    ids = torch.as_tensor(token_ids, dtype=torch.long)
+    ids = _indices("token_ids", token_ids)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.numel() == 0:
         raise InputError(f"token ids of shape {tuple(ids.shape)}: expected [batch pos] with at least one token.")
     check_tokens(model, ids, "token_ids")
     return ids.to(model.device)
+
+
+def _indices(name: str, values: Any) -> Int[Tensor, ...]:
+    """Whole numbers as a tensor of any shape. Raises InputError for a mask, for fractions and for texts."""
+    given = values if isinstance(values, Tensor) else torch.as_tensor(_listed(values))
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+        raise InputError(f"{name} are {given.dtype}; give whole numbers.")
+    return given.to(torch.long)
+
+
+def _listed(values: Any) -> Any:
+    if isinstance(values, str | bytes) or values is None:
+        raise InputError(f"{values!r}: give whole numbers.")
+    return list(values) if isinstance(values, Iterator | range) else values
 
 
 def check_tokens(model: Model, ids: Tensor, name: str) -> None:
@@ -112,7 +127,7 @@ def places_of(
     """
     if positions is None:
         positions = range(end, end + ids.shape[1])
-    places = torch.as_tensor(positions, dtype=torch.long).cpu()
+    places = _indices("positions", positions).cpu()
     if places.shape != ids.shape[1:]:
         raise InputError(f"{tuple(places.shape)} positions for {ids.shape[1]} tokens.")
     if int(places[0]) < end:
@@ -164,7 +179,7 @@ def logits_of(
     """
     index = None
     if answers is not None:
-        index = torch.as_tensor(list(answers), dtype=torch.long)
+        index = torch.tensor(whole_numbers("answers", answers), dtype=torch.long)
         check_tokens(model, index, "answers")
     logits = compat.unembed(model.hf, hidden, index)
     require_finite(logits, model, "the logits")
@@ -238,12 +253,18 @@ def decode(
     """
     if cache.batch != 1:
         raise InputError(f"decode runs one row; this cache has batch {cache.batch}.")
-    if temperature < 0:
+    if not 0 <= temperature < math.inf:
         raise InputError(f"temperature={temperature}: 0 is greedy, above it tokens are drawn.")
     generator = torch.Generator().manual_seed(seed)
     stops = set(model.stop_ids if stop is None else stop)
     out: list[int] = []
     ids = as_ids(model, token_ids)
+    last = cache.end + ids.shape[1] + max_new_tokens - 1  # the last token is not run
+    if (limit := model.n_positions) is not None and last > limit:
+        raise InputError(
+            f"max_new_tokens={max_new_tokens} behind position {cache.end + ids.shape[1] - 1} goes beyond the {limit} "
+            f"positions that {model.name} was made for; ask for fewer."
+        )
     while len(out) < max_new_tokens:
         cache, hidden = extend(model, cache, ids)
         logits = logits_of(model, hidden[:, -1])[0].cpu()

@@ -36,6 +36,7 @@ class Hooks:
     mlp: dict[int, Tensor] = field(default_factory=dict)
     heads: dict[int, Tensor] = field(default_factory=dict)
     fired: Counter[str] = field(default_factory=Counter)
+    made: Counter[tuple[str, int]] = field(default_factory=Counter)
     _wanted: list[str] = field(default_factory=list)
     _stack: ExitStack = field(default_factory=ExitStack)
     _reads: dict[int, Tensor] = field(default_factory=dict)
@@ -91,6 +92,13 @@ class Hooks:
                 "a way of its own; records and edits are refused on it."
             )
 
+        asked = Counter((patch.part, layer) for patch in self.edits.writes for layer in patch.outputs)
+        asked += Counter(("heads", layer) for layer in (self.edits.heads.outputs if self.edits.heads else ()))
+        asked += Counter(("residual", layer) for layer in (self.edits.residual.add if self.edits.residual else ()))
+        if self.made != asked:
+            part, layer = min(self.made.keys() ^ asked.keys() or asked.keys())
+            raise UnsupportedError(f"{self.model.name}: the edit of {part} in layer {layer} was not made once.")
+
     def _add(
         self,
         name: str,
@@ -122,6 +130,7 @@ class Hooks:
             if patch is not None and index in patch.add:
                 hidden = hidden.clone()
                 hidden[:, self._at(patch.slots, hidden.device)] += patch.add[index].to(hidden.device, hidden.dtype)
+                self.made["residual", index] += 1
                 args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
             if "residual" in self.want:
                 self.residual[index] = self._kept(hidden)
@@ -144,6 +153,7 @@ class Hooks:
                         f"heads.outputs[{index}]: d_head {theirs.shape[-1]}, the model's {outputs.shape[-1]}."
                     )
                 outputs[:, at] = torch.where(patch.take[index].to(outputs.device)[..., None], theirs, outputs[:, at])
+                self.made["heads", index] += 1
             if "heads" in self.want:
                 self.heads[index] = self._kept(outputs)
             return (outputs.flatten(-2), *args[1:])
@@ -160,6 +170,7 @@ class Hooks:
                     written = written.clone()
                     theirs = patch.outputs[index].to(written.device, written.dtype) / scale
                     written[:, self._at(patch.slots, written.device)] = theirs
+                    self.made["attention", index] += 1
             self._writes[index] = written * scale
             if "attention" in self.want:
                 self.attention[index] = self._kept(written * scale)
@@ -200,6 +211,7 @@ class Hooks:
                     at = self._at(patch.slots, hidden.device)
                     hidden = hidden.clone()
                     hidden[:, at] = before[:, at] + patch.outputs[index].to(hidden.device, hidden.dtype)
+                    self.made["mlp", index] += 1
             if "mlp" in self.want:
                 self.mlp[index] = self._kept(hidden) - self._kept(before)
             return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

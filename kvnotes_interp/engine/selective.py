@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kvnotes_interp import attention, compat
 from kvnotes_interp.cache import KVCache
 from kvnotes_interp.engine.forward import as_ids
-from kvnotes_interp.errors import InputError, UnsupportedError
+from kvnotes_interp.errors import InputError, UnsupportedError, whole_numbers
 
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
@@ -117,7 +117,7 @@ def blend(
 def _checked(
     model: Model, cache: KVCache, slots: Sequence[int], token_ids: Sequence[int] | None
 ) -> tuple[tuple[int, ...], Int[Tensor, " slot"]]:
-    chosen = tuple(sorted(set(slots)))
+    chosen = tuple(sorted(set(whole_numbers("slots", slots))))
     model.require_own(cache)
     if not isinstance(cache, KVCache):
         raise InputError(f"slots of a compact cache are no tokens and cannot be recomputed; this one is {cache!r}.")

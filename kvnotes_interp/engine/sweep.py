@@ -20,7 +20,7 @@ from kvnotes_interp.cache import KVCache, full_bias
 from kvnotes_interp.engine import shared
 from kvnotes_interp.engine.budget import default_budget, readable
 from kvnotes_interp.engine.forward import as_ids, check_tokens, decide, places_of
-from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError, UnsupportedError
+from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError, UnsupportedError, whole_numbers
 from kvnotes_interp.sites import Site, check_donor
 
 if TYPE_CHECKING:
@@ -133,7 +133,9 @@ def sweep(
 
     Returns scores `[site answer]` in at least float32, on the CPU.
     """
-    ids = as_ids(model, tail)
+    ids, sites, answers = as_ids(model, tail), list(sites), whole_numbers("answers", answers)
+    if ids.shape[0] != 1:
+        raise InputError(f"the tail has {ids.shape[0]} rows; a sweep runs one on every patched cache.")
     for name, cache in (("base", base), ("donor", donor)):
         if not isinstance(cache, KVCache):
             raise InputError(f"{name} is {cache!r}: slots of a compact cache are no tokens and cannot be patched.")
@@ -207,7 +209,8 @@ def _patched_rows(base: KVCache, donor: KVCache, sites: Sequence[Site]) -> KVCac
             fresh = mine[layer].clone(memory_format=torch.contiguous_format)
             for row, site in rows:
                 pos = torch.tensor(site.positions, device=fresh.device)
-                heads = torch.arange(base.n_kv_heads) if site.kv_heads is None else torch.tensor(site.kv_heads)
+                every = range(base.n_kv_heads) if site.kv_heads is None else site.kv_heads
+                heads = torch.tensor(every, dtype=torch.long)
                 at = (heads[:, None].to(fresh.device), pos)
                 fresh[row][at] = theirs[layer][0][at]
             mine[layer] = fresh

@@ -22,7 +22,7 @@ from kvnotes_interp.metrics import Competence
 from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.probes.making import PREFILL, Making
 from kvnotes_interp.probes.measure import Case, Cell, downstream_of, identity_controls
-from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.request import pairs_of, request_of, verb
 from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result, Summary
 from kvnotes_interp.sites import Site
@@ -38,6 +38,7 @@ WINDOWS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 1.0)
 THIRDS = ("early", "mid", "late")
 
 
+@verb
 def suffix_concentration(
     model: Model,
     pairs: Iterable[Pair] | Pair,

@@ -28,7 +28,7 @@ from kvnotes_interp.metrics import Competence, recovery
 from kvnotes_interp.operators.blocks import cut_pair
 from kvnotes_interp.operators.splice import SeamRepair, attach
 from kvnotes_interp.probes.estimates import Estimates
-from kvnotes_interp.probes.request import TOO_LONG, machine_of, pairs_of, request_of, with_items
+from kvnotes_interp.probes.request import TOO_LONG, machine_of, pairs_of, request_of, verb, with_items
 from kvnotes_interp.probes.run import run_items
 from kvnotes_interp.results import Result, Run, Summary
 from kvnotes_interp.sites import Site
@@ -69,6 +69,7 @@ class World:
     reason: str
 
 
+@verb
 def edit_in_splice(
     model: Model,
     pairs: Iterable[Pair] | Pair,

@@ -29,7 +29,7 @@ from kvnotes_interp.probes.measure import (
     field_of,
     identity_controls,
 )
-from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.request import pairs_of, request_of, verb
 from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result, Summary
 from kvnotes_interp.sites import Part, Site
@@ -44,6 +44,7 @@ VIEWS = ("position", "layer", "layer_position", "region", "random")
 STATES = ("field_only", "downstream_only", "field_and_downstream")
 
 
+@verb
 def local_patching(
     model: Model,
     pairs: Iterable[Pair] | Pair,

@@ -5,9 +5,10 @@ Two runs whose requests differ never share a row: the request of a resumed run i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +20,9 @@ from kvnotes_interp.tasks.documents.question import Question
 if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 # Their versions decide numbers; those of other packages are kept in the manifest, for the record.
 DECIDING = ("torch", "transformers", "numpy", "scikit-learn")
 AT_SINK = "field at slot 0 (the attention sink)"
@@ -26,11 +30,34 @@ NOTHING_BETWEEN = "nothing between field and decision"
 TOO_LONG = "longer than the model's positions"
 
 
+def verb(function: Callable[P, R]) -> Callable[P, R]:
+    """A probe whose keyword options are looked at before it: a generator becomes a tuple, a seed is a whole number.
+
+    Raises InputError for a seed or a memory budget that is none.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, value in kwargs.items():
+            if isinstance(value, Iterator) and name != "pairs":
+                kwargs[name] = tuple(value)
+        seed, budget = kwargs.get("seed", 0), kwargs.get("memory_budget")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise InputError(f"seed={seed!r}: give a whole number from 0.")
+        if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 1):
+            raise InputError(f"memory_budget={budget!r}: give bytes, or None for a quarter of what is free.")
+        return function(*args, **kwargs)
+
+    return call
+
+
 def pairs_of(probe: str, pairs: Pair | Iterable[Pair]) -> list[Pair]:
     """The pairs as a list; one pair, or a generator of them, will do.
 
     Raises InputError for no pairs, for something else among them, and for a pair that is given twice.
     """
+    if pairs is None or isinstance(pairs, str):
+        raise InputError(f"{probe} takes counterfactual pairs and was given {pairs!r}; take some from tasks.load.")
     found: list[Any] = [pairs] if isinstance(pairs, Pair) else list(pairs)
     strangers = [type(p).__name__ for p in found if not isinstance(p, Pair)]
     if strangers:

@@ -29,7 +29,7 @@ from kvnotes_interp.probes.circuit.decide import frame as empty_frame
 from kvnotes_interp.probes.circuit.report import summarise
 from kvnotes_interp.probes.measure import Case, downstream_of, field_of, identity_controls
 from kvnotes_interp.probes.patching import ends
-from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.request import pairs_of, request_of, verb
 from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result
 from kvnotes_interp.sites import Site
@@ -62,6 +62,7 @@ class _Plan:
         return bool(_NEED_NOTES & set(self.analyses))
 
 
+@verb
 def circuit_ablation(
     model: Model,
     pairs: Iterable[Pair] | Pair,

@@ -23,7 +23,7 @@ from kvnotes_interp.probes.circuit.decide import Scored, table
 from kvnotes_interp.probes.circuit.ranking import random_positions, rank_positions
 from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.probes.measure import Case, downstream_of, field_of, identity_controls
-from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.request import pairs_of, request_of, verb
 from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result, Summary
 from kvnotes_interp.sites import Site
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 ARMS = ("trigger_only", "all_notes", "trigger_and_notes")
 
 
+@verb
 def dissociation(
     model: Model,
     pairs: Iterable[Pair] | Pair,

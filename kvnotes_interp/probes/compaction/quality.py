@@ -36,7 +36,7 @@ from kvnotes_interp.probes.compaction.points import (
 )
 from kvnotes_interp.probes.compaction.summary import summarise
 from kvnotes_interp.probes.items import items_of, sources_of
-from kvnotes_interp.probes.request import machine_of, request_of, with_items
+from kvnotes_interp.probes.request import machine_of, request_of, verb, with_items
 from kvnotes_interp.probes.run import run_items
 from kvnotes_interp.results import Result, Run
 from kvnotes_interp.tasks.documents.question import Question
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
 
+@verb
 def compaction_quality(
     model: Model,
     questions: Sequence[Question],

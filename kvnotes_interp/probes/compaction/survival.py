@@ -28,7 +28,7 @@ from kvnotes_interp.probes.compaction.surviving import FULL, Surviving
 from kvnotes_interp.probes.linear.features import Store
 from kvnotes_interp.probes.making import Making
 from kvnotes_interp.probes.measure import Case
-from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.request import pairs_of, request_of, verb
 from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result
 from kvnotes_interp.tasks import Pair
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
 
+@verb
 def compaction_survival(
     model: Model,
     pairs: Iterable[Pair] | Pair,

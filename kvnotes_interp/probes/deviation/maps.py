@@ -31,7 +31,7 @@ from kvnotes_interp.probes.deviation.reductions import BINNINGS, Binning
 from kvnotes_interp.probes.deviation.rows import Grain
 from kvnotes_interp.probes.deviation.summary import summarise
 from kvnotes_interp.probes.items import Item, items_of, sources_of
-from kvnotes_interp.probes.request import machine_of, request_of, with_items
+from kvnotes_interp.probes.request import machine_of, request_of, verb, with_items
 from kvnotes_interp.probes.run import run_items
 from kvnotes_interp.results import Result, Run
 from kvnotes_interp.tasks import Pair
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from kvnotes_interp.model import Model
 
 
+@verb
 def attention_deviation(
     model: Model,
     items: Sequence[Pair] | Sequence[Question],

@@ -29,7 +29,7 @@ from kvnotes_interp.probes.editing.horizon import horizon_rows
 from kvnotes_interp.probes.editing.thought import thought_rows
 from kvnotes_interp.probes.estimates import Estimates
 from kvnotes_interp.probes.measure import Case, identity_controls
-from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.request import pairs_of, request_of, verb
 from kvnotes_interp.probes.run import Session
 from kvnotes_interp.results import Result, Summary
 from kvnotes_interp.tasks import EncodedPair, Pair
@@ -79,6 +79,7 @@ def arms_of(
     return arms
 
 
+@verb
 def edit_frontier(
     model: Model,
     pairs: Iterable[Pair] | Pair,

@@ -42,7 +42,7 @@ from kvnotes_interp.probes.linear.summary import summarise
 from kvnotes_interp.probes.linear.use import direction_of, direction_rows, push_controls, signature
 from kvnotes_interp.probes.making import Making
 from kvnotes_interp.probes.measure import Case, Sweeper, identity_controls
-from kvnotes_interp.probes.request import pairs_of, request_of
+from kvnotes_interp.probes.request import pairs_of, request_of, verb
 from kvnotes_interp.probes.run import Session
 from kvnotes_interp.progress import Bar
 from kvnotes_interp.results import Result
@@ -58,6 +58,7 @@ COLUMNS = [*FRAME_COLUMNS, "classifier"]
 LABELS = ("auto", "answer", "outcome")
 
 
+@verb
 def linear_decodability(
     model: Model,
     pairs: Iterable[Pair] | Pair,

@@ -25,7 +25,7 @@ from kvnotes_interp.metrics import Competence
 from kvnotes_interp.operators import Operator
 from kvnotes_interp.probes.answering import check_memory
 from kvnotes_interp.probes.items import items_of, sources_of
-from kvnotes_interp.probes.request import machine_of, request_of, with_items
+from kvnotes_interp.probes.request import machine_of, request_of, verb, with_items
 from kvnotes_interp.probes.run import run_items
 from kvnotes_interp.probes.splicing.measure import Measure
 from kvnotes_interp.probes.splicing.summary import summarise
@@ -50,6 +50,7 @@ ALWAYS = ("full_recompute", "no_recompute_unmoved", "no_recompute")
 TOO_FEW, TOO_MANY = "fewer documents in the question", "more supporting documents"
 
 
+@verb
 def splice_quality(
     model: Model,
     questions: Sequence[Question],
