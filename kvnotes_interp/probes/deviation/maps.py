@@ -101,7 +101,7 @@ def attention_deviation(
     found, aside = items_of(model, items, straddle=straddle)
     writers = library.adapters(chosen)
     trained: dict[str, Any] = {"adapters": writers} if writers else {}
-    own = {name: fingerprint.function(f) for name, f in chosen.items() if not isinstance(f, library.Operator)}
+    own = {name: fingerprint.function(f) for name, f in chosen.items() if name not in library.names()}
     trained |= {"functions": own} if own else {}
     options = {"operators": list(chosen), **trained, "rows": rows, "seed": seed, "straddle": straddle, **vars(grain)}
     options |= {"max_new_tokens": max_new_tokens, **vars(competence)}
