@@ -126,8 +126,8 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if isinstance(module, torch.jit.ScriptModule):
         return found  # no pass accepts it
-    if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
-        found["forward"] = function(vars(module)["forward"])
+    if (forward := _own_forward(vars(module))) is not None:
+        found["forward"] = function(forward)
     for name, value in vars(module).items():
         if name in _NO_SETTING or (name.startswith("_") and name not in _PRIVATE_SETTINGS):
             continue
@@ -137,6 +137,14 @@ def _settings(module: nn.Module) -> dict[str, Any]:
             continue
         found[name] = value
     return found
+
+
+def _own_forward(about: Mapping[str, Any]) -> Any:
+    """A forward that somebody put in place of a module's; None where there is none, or it is ours or accelerate's."""
+    forward = about.get("forward")
+    # Where it is written, whatever name `functools.wraps` gave it.
+    ours = getattr(forward, "__globals__", {}).get("__name__", "").startswith("kvnotes_interp")
+    return None if forward is None or ours or "_hf_hook" in about else forward
 
 
 def _is_plain(value: Any) -> bool:
@@ -220,8 +228,8 @@ class _Watched:
             marks += map(id, about["_modules"].values())
             settings.append(len(about))
             settings += map(about.get, names)
-            if "forward" in about:
-                settings.append(id(about["forward"]))
+            if (forward := _own_forward(about)) is not None:
+                settings.append(id(forward))
             if "_disable_adapters" in about:
                 settings.append(repr([about.get(name) for name in _ADAPTER_STATE]))
         tensors = [tensor for tensor in found if tensor is not None]
@@ -261,8 +269,8 @@ def interference(hf: PreTrainedModel) -> dict[str, str]:
         found["every module"] = ", ".join(map(function, everyone))
     for name, module in hf.named_modules():
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if "forward" in vars(module) and not hasattr(module, "_hf_hook"):
-            hooks.append(vars(module)["forward"])
+        if (own := _own_forward(vars(module))) is not None:
+            hooks.append(own)
         home = next(c for c in type(module).__mro__ if "forward" in vars(c))
         if home.forward.__module__ != home.__module__:  # a class that somebody patched
             hooks.append(home.forward)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +66,12 @@ ODD = ("falcon", "gpt_neox_japanese", "doge", "jetmoe", "hyperclovax")
 OWN_ATTENTION = ODD[:2]
 
 
+@lru_cache
 def model_of(name: str) -> kv.Model:
     return kv.load(odd(name)) if name in ODD else tiny(name)
 
 
+@lru_cache
 def eager(name: str) -> Any:
     """The same weights under the model's own eager attention."""
     if name in ODD:
