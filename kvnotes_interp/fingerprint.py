@@ -11,6 +11,7 @@ takes the whole fingerprint; and hooks and patched classes, which a run's reques
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -205,6 +206,8 @@ class _Watched:
         # Where to look: the dictionaries of every module, and the names of its settings.
         modules = [m for m in hf.modules() if not isinstance(m, torch.jit.ScriptModule)]
         self.places = [(m.__dict__, _watched_names(m.__dict__)) for m in modules]
+        self.config = compat.text_config(hf).__dict__
+        self.said = copy.deepcopy({k: v for k, v in self.config.items() if k[0] != "_"})
         self.tensors, self.marks, self.settings = self._look()  # tensors are held: no identity is used again
         self.views: dict[Any, list[Tensor]] = {}
         for tensor in self.tensors:
@@ -213,6 +216,8 @@ class _Watched:
         self.numbers = self._numbers()
 
     def same(self) -> bool:
+        if any(self.config.get(key) != value for key, value in self.said.items()):
+            return False
         _, marks, settings = self._look()
         if marks != self.marks or settings != self.settings:
             return False
@@ -221,7 +226,7 @@ class _Watched:
     def _look(self) -> tuple[list[Tensor], list[Any], list[Any]]:
         found: list[Any] = []
         marks: list[Any] = []
-        settings: list[Any] = [repr({k: v for k, v in compat.text_config(self.hf).__dict__.items() if k[0] != "_"})]
+        settings: list[Any] = [len(self.config)]
         for about, names in self.places:
             found += about["_parameters"].values()
             found += about["_buffers"].values()

@@ -18,25 +18,20 @@ _STEADY = tuple(f"torch.nn.modules.{part}" for part in ("activation", "container
 
 def require(hf: nn.Module) -> None:
     """Raise UnsupportedError, naming the module and what to do, where a pass could not be trusted."""
-    stack: list[tuple[str, nn.Module]] = [("", hf)]
-    while stack:
-        name, module = stack.pop()
+    stack = [hf]
+    while stack:  # without names, which are made where they are needed: this runs before every pass
+        module = stack.pop()
         about = module.__dict__
         if about.get("training") and not _is_steady(module):
-            _refuse(
-                hf, name, module, "is in training mode: dropout would make every number random. Call model.hf.eval()"
-            )
+            _refuse(hf, module, "is in training mode: dropout would make every number random. Call model.hf.eval()")
         if about.get("_compiled_call_impl") is not None or _is_compiled(module, about):
             _refuse(
                 hf,
-                name,
                 module,
                 "is compiled, traced or scripted, and what is compiled runs past hooks and past the attention function "
                 "that edits and records. Use the model as it was before torch.compile, or load it again",
             )
-        stack += [
-            (f"{name}.{child}".lstrip("."), part) for child, part in about["_modules"].items() if part is not None
-        ]
+        stack += [part for part in about["_modules"].values() if part is not None]
 
 
 def require_dtype(hf: nn.Module) -> None:
@@ -67,6 +62,7 @@ def _is_compiled(module: nn.Module, about: dict[str, object]) -> bool:
     )
 
 
-def _refuse(hf: nn.Module, name: str, module: nn.Module, why: str) -> None:
+def _refuse(hf: nn.Module, module: nn.Module, why: str) -> None:
+    name = next((name for name, part in hf.named_modules() if part is module), "")
     here = f"{type(hf).__name__}: " + (f"{name} ({type(module).__name__})" if module is not hf else "the model")
     raise UnsupportedError(f"{here} {why}.")
