@@ -201,7 +201,7 @@ class Identity:
 class _Watched:
     """What can be looked at quickly: identities, versions and a few numbers of all weights, settings and the config."""
 
-    def __init__(self, hf: nn.Module) -> None:
+    def __init__(self, hf: PreTrainedModel) -> None:
         self.hf = hf
         # Where to look: the dictionaries of every module, and the names of its settings.
         modules = [m for m in hf.modules() if not isinstance(m, torch.jit.ScriptModule)]
