@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 
 class _LiveId:
-    """The field `model_id`: what it was set to, until the live model is found to have changed; then a new one."""
+    """The field `model_id`: what it was set to, until the live model is found to have changed; then a new one.
+
+    Set to "", it is worked out from the look that is taken anyway, so that the weights are hashed once.
+    """
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._key = f"_{name}"
 
     def __set__(self, model: Model, value: str) -> None:
         watch = fingerprint.Identity(model.hf)
-        object.__setattr__(model, self._key, [value, watch, {}])
+        object.__setattr__(model, self._key, [value or _id(model.source, watch.parts), watch, {}])
 
     def __get__(self, model: Model | None, owner: type) -> str:
         if model is None:
@@ -32,7 +35,7 @@ class _LiveId:
         state = model.__dict__[self._key]
         if changed := state[1].changed():
             state[2][state[0]] = changed  # what told the model of that id from the one at hand
-            state[0] = id_of(model.hf, model.source)
+            state[0] = _id(model.source, state[1].parts)
         return state[0]
 
 
@@ -110,7 +113,7 @@ def wrap(hf: PreTrainedModel, tokenizer: Any, source: sources.ModelSource) -> Mo
     live.require(hf)
     attention.refusal(hf)  # tried now, while nobody else's hooks can see it
     shape, geometry = sources.shape_of_config(hf.config), rope.read_geometry(hf)
-    return Model(hf, tokenizer, source, shape, geometry, id_of(hf, source))
+    return Model(hf, tokenizer, source, shape, geometry, "")
 
 
 def load(
@@ -164,4 +167,8 @@ def load(
 
 def id_of(hf: PreTrainedModel, source: sources.ModelSource) -> str:
     """Name and fingerprint of a live model as it is now; where its files lie, and who read them, is no part of it."""
-    return f"{source.name}#{fingerprint.of(fingerprint.model_parts(hf))}"
+    return _id(source, fingerprint.model_parts(hf))
+
+
+def _id(source: sources.ModelSource, parts: dict[str, str]) -> str:
+    return f"{source.name}#{fingerprint.of(parts)}"
