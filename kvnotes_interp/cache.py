@@ -6,7 +6,7 @@ return new caches that share every tensor they did not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -237,10 +237,7 @@ class KVCache:
 
         Rotation error adds up when a cast cache is moved again and again: keep the original and place that.
         """
-        positions = torch.as_tensor(positions)
-        if positions.is_floating_point() or positions.dtype == torch.bool:
-            raise InputError(f"positions are {positions.dtype}; give whole numbers.")
-        positions = positions.to(torch.long)
+        positions = indices("positions", positions)
         if positions.shape != self.positions.shape:
             raise InputError(f"{positions.numel()} positions given for a cache of {len(self)} slots.")
         delta = positions - self.positions
@@ -279,6 +276,16 @@ class KVCache:
         from kvnotes_interp.cachefile import read
 
         return read(Path(path), device=device)
+
+
+def indices(name: str, values: Any) -> Int[Tensor, ...]:
+    """Whole numbers as a tensor of any shape. Raises InputError for a mask, for fractions and for texts."""
+    if isinstance(values, str | bytes) or values is None:
+        raise InputError(f"{name}={values!r}: give whole numbers.")
+    given = torch.as_tensor(list(values) if isinstance(values, Iterator | range) else values)
+    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
+        raise InputError(f"{name} are {given.dtype}; give whole numbers.")
+    return given.to(torch.long)
 
 
 def join(first: KVCache, second: KVCache, *, overlap: bool = False) -> KVCache:

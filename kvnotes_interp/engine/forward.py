@@ -6,17 +6,17 @@ A `CompactCache` runs like a `KVCache`, and comes back as one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvnotes_interp import attention, compat, live
-from kvnotes_interp.cache import KVCache
+from kvnotes_interp.cache import KVCache, indices
 from kvnotes_interp.compact import Cache, CompactCache
 from kvnotes_interp.errors import NOT_FINITE, InputError, NotFiniteError, whole_numbers
 
@@ -35,26 +35,12 @@ def as_ids(model: Model, token_ids: TokenIds) -> Int[Tensor, "batch pos"]:
     Raises InputError on none, and on one that the model has no embedding for.
     """
     live.require_dtype(model.hf)
-    ids = _indices("token_ids", token_ids)
+    ids = indices("token_ids", token_ids)
     ids = ids[None] if ids.ndim == 1 else ids
     if ids.ndim != 2 or ids.numel() == 0:
         raise InputError(f"token ids of shape {tuple(ids.shape)}: expected [batch pos] with at least one token.")
     check_tokens(model, ids, "token_ids")
     return ids.to(model.device)
-
-
-def _indices(name: str, values: Any) -> Int[Tensor, ...]:
-    """Whole numbers as a tensor of any shape. Raises InputError for a mask, for fractions and for texts."""
-    given = values if isinstance(values, Tensor) else torch.as_tensor(_listed(values))
-    if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
-        raise InputError(f"{name} are {given.dtype}; give whole numbers.")
-    return given.to(torch.long)
-
-
-def _listed(values: Any) -> Any:
-    if isinstance(values, str | bytes) or values is None:
-        raise InputError(f"{values!r}: give whole numbers.")
-    return list(values) if isinstance(values, Iterator | range) else values
 
 
 def check_tokens(model: Model, ids: Tensor, name: str) -> None:
@@ -127,7 +113,7 @@ def places_of(
     """
     if positions is None:
         positions = range(end, end + ids.shape[1])
-    places = _indices("positions", positions).cpu()
+    places = indices("positions", positions).cpu()
     if places.shape != ids.shape[1:]:
         raise InputError(f"{tuple(places.shape)} positions for {ids.shape[1]} tokens.")
     if int(places[0]) < end:
